@@ -1,0 +1,1 @@
+"""LLM batch inference that operators trust: the domain, which knows nothing of Dagster (definitions.py alone does)."""

@@ -1,0 +1,67 @@
+"""The model catalogue: what the service knows about each model it serves."""
+
+from __future__ import annotations
+
+import msgspec
+
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
+"""Endpoints that a model can be served on; a batch names one of them."""
+
+
+class Prices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Online prices in US dollars per million tokens; a batch pays them less the discount."""
+
+    input_per_million: float = 0.0
+    output_per_million: float = 0.0
+    batch_discount: float = 0.5
+    """Share of the online price that a batch does not pay, 0 to 1."""
+
+    def cost(self, input_tokens: int, output_tokens: int) -> float:
+        """Return the batch price in dollars of so many tokens."""
+        online = (input_tokens * self.input_per_million + output_tokens * self.output_per_million) / 1e6
+        return online * (1.0 - self.batch_discount)
+
+
+class Kubernetes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a worker of this model looks as a Kubernetes Job."""
+
+    gpus: int = 1
+    engine_image: str = "vllm/vllm-openai:v0.32.0"
+    """vLLM's own image, run as a native sidecar."""
+    model_volume_claim: str = "models"
+    """The claim that holds the weights; mounted read-only at the model's `source`."""
+    node_selector: dict[str, str] = {}
+    tolerations: list[dict[str, str]] = []
+    priority_class: str = "batch-inference"
+    grace_seconds: int = 60
+    memory: str = "16Gi"
+    cpu: str = "4"
+
+
+class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One model of the catalogue. `name` is what customers write in a request's body."""
+
+    source: str
+    """Folder with the weights and the tokenizer, as the engine and intake see it (relative to the configuration file)."""
+    context_length: int
+    """Tokens of prompt and answer together."""
+    endpoints: list[str] = ["/v1/chat/completions", "/v1/completions"]
+    version: str = "1"
+    """Changes whenever the weights do: it goes into the manifest and into lineage."""
+    engine_arguments: list[str] = []
+    """Further arguments of vLLM's server, for instance ["--dtype", "float32"]."""
+    engine_environment: dict[str, str] = {}
+    engine_url: str | None = None
+    """Attach to a server that already runs (a sidecar, or a live server that is shared) instead of starting one."""
+    engine_start_seconds: float = 900.0
+    """How long a start may take before the worker gives up and says so."""
+    pool_limit: int = 1
+    """How many workers of this model may run at once: the limit of the Dagster pool of its name."""
+    max_in_flight: int = 64
+    """Requests that a worker keeps in the engine at once; enough for its continuous batching to be full."""
+    max_choices: int = 16
+    """Largest `n` of a request; vLLM takes thousands and is busy with one of them for half a minute."""
+    default_output_tokens: int = 256
+    """Estimate of the answer where a request has no max_tokens. Only an estimate: the engine is not told."""
+    prices: Prices = Prices()
+    kubernetes: Kubernetes = Kubernetes()

@@ -1,0 +1,252 @@
+"""Configuration: one TOML file, overridable by environment variables; everything has a default that suits one machine.
+
+The file is the one named by `BATCH_PIPELINE_CONFIG`, else `batch-pipeline.toml` in the working folder, else none.
+A variable `BATCH_PIPELINE__SECTION__FIELD` overrides one field, for instance `BATCH_PIPELINE__STORE__BUCKET=results`;
+in lists and tables its value is read as TOML. Relative paths are relative to the file's folder.
+
+A configuration that cannot be used raises one SettingsError whose message names the field and the mend.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from batch_pipeline.errors import SettingsError
+from batch_pipeline.models import ENDPOINTS, Model
+
+CONFIG_VARIABLE = "BATCH_PIPELINE_CONFIG"
+OVERRIDE_PREFIX = "BATCH_PIPELINE__"
+DEFAULT_FILE = "batch-pipeline.toml"
+MODEL_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,62}[A-Za-z0-9])?")
+MEBIBYTE = 1024 * 1024
+
+
+class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A table of the file: unknown fields are errors, because a misspelt one would silently do nothing."""
+
+
+class Store(_Section, frozen=True):
+    """The object store: any S3."""
+
+    bucket: str = "batch-pipeline"
+    endpoint_url: str | None = "http://127.0.0.1:8433"
+    """Address of the S3 server; leave empty ("") for AWS itself."""
+    region: str = "us-east-1"
+    access_key_id: str | None = None
+    """Leave both keys out to use boto3's own chain (environment, profile, instance role)."""
+    secret_access_key: str | None = None
+
+
+class Ledger(_Section, frozen=True):
+    """The metadata database."""
+
+    url: str = "sqlite:///var/ledger.sqlite"
+    """A SQLAlchemy URL: sqlite:///FILE or postgresql+psycopg://USER:PASSWORD@HOST/DATABASE."""
+
+
+class Intake(_Section, frozen=True):
+    """Limits of what is accepted, and how it is cut into chunks."""
+
+    max_file_bytes: int = 20 * 1024 * MEBIBYTE
+    max_line_bytes: int = 4 * MEBIBYTE
+    max_requests: int = 20_000_000
+    max_custom_id_characters: int = 512
+    max_depth: int = 64
+    """Deepest nesting of a body's JSON."""
+    chunk_requests: int = 1000
+    chunk_tokens: int = 4_000_000
+    """Estimated tokens (prompt and answer) after which a chunk is full."""
+    chunk_bytes: int = 32 * MEBIBYTE
+    segment_requests: int = 1_000_000
+    """Requests that are ordered together; bounds memory at any size of file."""
+    scratch_dir: str = "var/scratch"
+    """Local folder for a copy of the file while it is worked on: as many bytes as the file."""
+    default_window_seconds: int = 86_400
+    min_window_seconds: int = 3_600
+    max_window_seconds: int = 604_800
+
+
+class Worker(_Section, frozen=True):
+    """The GPU worker."""
+
+    lease_seconds: float = 60.0
+    """A lease not extended for this long is free for others."""
+    heartbeat_seconds: float = 10.0
+    checkpoint_seconds: float = 5.0
+    """How often finished requests of an unfinished chunk are saved."""
+    leases: int = 4
+    """Most chunks held at once, so that the engine never drains between chunks."""
+    poll_seconds: float = 1.0
+    """How often an idle worker looks for work."""
+    warm_seconds: float = 60.0
+    """How long an idle worker keeps its engine loaded before it leaves."""
+    lifetime_seconds: float = 86_400.0
+    grace_seconds: float = 20.0
+    """After SIGTERM: time for short requests to finish before the rest is handed back."""
+    max_request_attempts: int = 3
+    """Tries of one request that fails by its own fault (500s, engine deaths with it alone in flight)."""
+    max_chunk_attempts: int = 8
+    """Leases of one chunk that may end without a commit before its unfinished requests become errors."""
+    request_timeout_seconds: float = 1800.0
+
+
+class Scheduling(_Section, frozen=True):
+    """The policy's numbers."""
+
+    sensor_batch: int = 50
+    """Most files taken, and most runs requested, in one tick of a sensor."""
+    sensor_interval_seconds: int = 5
+    total_gpus: int = 1
+    """GPUs of all models together."""
+    at_risk_slack_seconds: float = 1800.0
+    urgent_share: float = 0.5
+    """Largest share of leases that batches at risk may take from the fair order."""
+    retry_run_seconds: float = 30.0
+    """Pause before a run that failed is requested again; doubles with each failure up to ten minutes."""
+
+
+class Embedded(_Section, frozen=True):
+    """The stack that `make up` starts on this machine; every service binds to loopback."""
+
+    data_dir: str = "var"
+    s3_port: int = 8433
+    dagster_port: int = 3333
+    code_server_port: int = 4433
+
+
+class Settings(_Section, frozen=True):
+    """All of the configuration. `models` maps the name that customers use to the model."""
+
+    store: Store = Store()
+    ledger: Ledger = Ledger()
+    intake: Intake = Intake()
+    worker: Worker = Worker()
+    scheduling: Scheduling = Scheduling()
+    embedded: Embedded = Embedded()
+    models: dict[str, Model] = {}
+
+
+def load(path: Path | None = None, environment: Mapping[str, str] | None = None) -> Settings:
+    """Read the configuration from `path` (default: see the module) and the environment.
+
+    Raises SettingsError, whose message is one line that names the file or variable, the field and the mend.
+    """
+    variables = os.environ if environment is None else environment
+    file, must_exist = _file(path, variables)
+    raw: dict[str, Any] = {}
+    if file.is_file():
+        try:
+            raw = tomllib.loads(file.read_text(encoding="utf-8"))
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise SettingsError(f"{file}: not valid TOML: {error}") from error
+    elif must_exist:
+        raise SettingsError(f"{file}: no such file; set {CONFIG_VARIABLE} to your configuration, or leave it unset")
+    _apply_overrides(raw, variables)
+    try:
+        settings = msgspec.convert(raw, Settings, strict=False)
+    except msgspec.ValidationError as error:
+        raise SettingsError(f"{file}: {error}") from error
+    settings = _absolute(settings, file.parent.resolve())
+    problems = check(settings)
+    if problems:
+        raise SettingsError(f"{file}: {'; '.join(problems)}")
+    return settings
+
+
+def check(settings: Settings) -> list[str]:
+    """Return what is wrong with values that are each of the right type; one sentence each, naming the field."""
+    problems = []
+    for section in (settings.intake, settings.worker, settings.scheduling):
+        for field in section.__struct_fields__:
+            value = getattr(section, field)
+            if isinstance(value, int | float) and value <= 0:
+                problems.append(f"{type(section).__name__.lower()}.{field} must be above 0, not {value}")
+    if settings.worker.heartbeat_seconds * 2 > settings.worker.lease_seconds:
+        problems.append("worker.heartbeat_seconds must be at most half of worker.lease_seconds, or leases run out")
+    if not 0 < settings.scheduling.urgent_share <= 1:
+        problems.append("scheduling.urgent_share must be above 0 and at most 1")
+    for name, model in settings.models.items():
+        problems += _check_model(name, model)
+    return problems
+
+
+def _check_model(name: str, model: Model) -> list[str]:
+    where = f"models.{name}"
+    problems = []
+    if not MODEL_NAME.fullmatch(name):
+        problems.append(f"{where}: a model's name has 1 to 64 letters, digits, '.', '_' or '-'")
+    if model.context_length < 1:
+        problems.append(f"{where}.context_length must be at least 1")
+    if model.pool_limit < 1:
+        problems.append(f"{where}.pool_limit must be at least 1")
+    if model.max_in_flight < 1:
+        problems.append(f"{where}.max_in_flight must be at least 1")
+    if not model.endpoints:
+        problems.append(f"{where}.endpoints is empty: name at least one of {', '.join(ENDPOINTS)}")
+    problems += [
+        f"{where}.endpoints: {endpoint!r} is not one of {', '.join(ENDPOINTS)}"
+        for endpoint in model.endpoints
+        if endpoint not in ENDPOINTS
+    ]
+    if not 0 <= model.prices.batch_discount <= 1:
+        problems.append(f"{where}.prices.batch_discount must be between 0 and 1")
+    if model.engine_url is not None and not model.engine_url.startswith(("http://", "https://")):
+        problems.append(f"{where}.engine_url must start with http:// or https://")
+    return problems
+
+
+def _file(path: Path | None, variables: Mapping[str, str]) -> tuple[Path, bool]:
+    if path is not None:
+        return path, True
+    if variables.get(CONFIG_VARIABLE):
+        return Path(variables[CONFIG_VARIABLE]), True
+    return Path(DEFAULT_FILE), False
+
+
+def _apply_overrides(raw: dict[str, Any], variables: Mapping[str, str]) -> None:
+    for variable, text in sorted(variables.items()):
+        if not variable.startswith(OVERRIDE_PREFIX):
+            continue
+        parts = variable.removeprefix(OVERRIDE_PREFIX).lower().split("__")
+        table = raw
+        for part in parts[:-1]:
+            inner = table.setdefault(part, {})
+            if not isinstance(inner, dict):
+                raise SettingsError(f"{variable}: {part} is not a table")
+            table = inner
+        table[parts[-1]] = _value(variable, text)
+
+
+def _value(variable: str, text: str) -> Any:
+    if not text.startswith(("[", "{")):
+        return text
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError as error:
+        raise SettingsError(f"{variable}: not a TOML value: {error}") from error
+
+
+def _absolute(settings: Settings, base: Path) -> Settings:
+    """Return the settings with every relative path made absolute, so that no part depends on its working folder."""
+    url = settings.ledger.url
+    prefix = "sqlite:///"
+    if url.startswith(prefix) and not url.startswith("sqlite:////") and url != "sqlite:///:memory:":
+        url = f"{prefix}{base / url.removeprefix(prefix)}"
+    models = {
+        name: msgspec.structs.replace(model, source=str(base / model.source)) for name, model in settings.models.items()
+    }
+    return msgspec.structs.replace(
+        settings,
+        store=msgspec.structs.replace(settings.store, endpoint_url=settings.store.endpoint_url or None),
+        ledger=msgspec.structs.replace(settings.ledger, url=url),
+        intake=msgspec.structs.replace(settings.intake, scratch_dir=str(base / settings.intake.scratch_dir)),
+        embedded=msgspec.structs.replace(settings.embedded, data_dir=str(base / settings.embedded.data_dir)),
+        models=models,
+    )

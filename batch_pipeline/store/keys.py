@@ -1,0 +1,64 @@
+"""Where everything lies in the bucket. Nobody else builds a key.
+
+    inbox/CUSTOMER/NAME.jsonl                                dropped by the customer, taken away by us
+    outbox/CUSTOMER/NAME/{status.json, output.jsonl, errors.jsonl, manifest.json}
+    batches/BATCH/input.jsonl                                the bytes as they were taken; never written again
+    batches/BATCH/intake/{invalid.jsonl, requests.parquet}   error lines; the table of the valid requests
+    batches/BATCH/chunks/NNNNNNNN/input.parquet              the requests of a chunk, in the order in which they run
+    batches/BATCH/chunks/NNNNNNNN/TTTTTT-NONCE/...           what one attempt wrote: parts (checkpoints) and its result
+    batches/BATCH/final/{output.jsonl, errors.jsonl, manifest.json}
+
+Numbers have a fixed width, because stores disagree on the order of a listing (FACTS: SeaweedFS lists in tree order).
+Customer and name are checked against `ids` before they become part of a key, so no key can leave its folder (I8).
+"""
+
+from __future__ import annotations
+
+INBOX = "inbox/"
+OUTBOX = "outbox/"
+BATCHES = "batches/"
+
+
+def inbox(customer: str, name: str) -> str:
+    """Return the key of a dropped file; `name` without its `.jsonl`."""
+    return f"{INBOX}{customer}/{name}.jsonl"
+
+
+def outbox(customer: str, folder: str, file: str) -> str:
+    """Return the key of a file that the customer reads."""
+    return f"{OUTBOX}{customer}/{folder}/{file}"
+
+
+def batch(batch_id: str) -> str:
+    """Return the prefix under which everything of a batch lies."""
+    return f"{BATCHES}{batch_id}/"
+
+
+def input_file(batch_id: str) -> str:
+    """Return the key of the batch's input as it was taken."""
+    return f"{batch(batch_id)}input.jsonl"
+
+
+def invalid_lines(batch_id: str) -> str:
+    """Return the key of the error lines that intake found, in line order."""
+    return f"{batch(batch_id)}intake/invalid.jsonl"
+
+
+def request_table(batch_id: str) -> str:
+    """Return the key of the table of valid requests that passes from validation to chunking."""
+    return f"{batch(batch_id)}intake/requests.parquet"
+
+
+def chunk_input(batch_id: str, chunk: int) -> str:
+    """Return the key of a chunk's requests."""
+    return f"{batch(batch_id)}chunks/{chunk:08d}/input.parquet"
+
+
+def attempt(batch_id: str, chunk: int, token: int, nonce: str) -> str:
+    """Return the prefix that only this attempt writes to (invariant I4)."""
+    return f"{batch(batch_id)}chunks/{chunk:08d}/{token:06d}-{nonce}/"
+
+
+def final(batch_id: str, file: str) -> str:
+    """Return the key of a final file."""
+    return f"{batch(batch_id)}final/{file}"
