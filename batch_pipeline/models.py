@@ -45,7 +45,7 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Folder with the weights and the tokenizer, as the engine and intake see it (relative to the configuration file)."""
     context_length: int
     """Tokens of prompt and answer together."""
-    endpoints: list[str] = ["/v1/chat/completions", "/v1/completions"]
+    endpoints: list[str] = msgspec.field(default_factory=lambda: ["/v1/chat/completions", "/v1/completions"])
     version: str = "1"
     """Changes whenever the weights do: it goes into the manifest and into lineage."""
     engine_arguments: list[str] = []

@@ -1,0 +1,45 @@
+"""Ports on loopback: which are free, and free ones to take.
+
+Free ports are drawn from below the range that the kernel gives to outgoing connections (32768 and up on Linux), so that
+no connection takes one between its choice and its use, and low enough that port + 10000 lies there too.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+
+from batch_pipeline.errors import OperatorError
+
+LOOPBACK = "127.0.0.1"
+TWIN_OFFSET = 10_000
+"""SeaweedFS serves gRPC at each of its ports + 10000, without a way to choose another."""
+_LOWEST, _HIGHEST, _TRIES = 15_000, 22_000, 1_000
+
+
+def is_free(port: int) -> bool:
+    """Return whether a server could listen on this port of the loopback interface now."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((LOOPBACK, port))
+        except OSError:
+            return False
+    return True
+
+
+def free_ports(count: int) -> list[int]:
+    """Return `count` different ports which are free now, and so is each of them + 10000.
+
+    Raises OperatorError where there are not so many.
+    """
+    found: set[int] = set()
+    for _ in range(_TRIES):
+        if len(found) == count:
+            break
+        port = _LOWEST + secrets.randbelow(_HIGHEST - _LOWEST)
+        if is_free(port) and is_free(port + TWIN_OFFSET):
+            found.add(port)
+    if len(found) < count:
+        raise OperatorError(f"no {count} free ports between {_LOWEST} and {_HIGHEST} on {LOOPBACK}")
+    return sorted(found)
