@@ -11,7 +11,9 @@ import re
 import secrets
 
 CUSTOMER_PATTERN = re.compile(r"[a-z0-9](?:[a-z0-9_-]{0,62}[a-z0-9])?")
-"""1 to 64 of lower-case letters, digits, `-` and `_`, starting and ending with a letter or digit. Safe in keys and paths."""
+"""1 to 64 of lower-case letters, digits, `-` and `_`, starting and ending with a letter or digit. Safe in keys and
+paths.
+"""
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,198}[A-Za-z0-9_-])?")
 """1 to 200 of letters, digits, `.`, `_` and `-`; no leading dot, so neither `..` nor a hidden file."""

@@ -42,7 +42,9 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One model of the catalogue. `name` is what customers write in a request's body."""
 
     source: str
-    """Folder with the weights and the tokenizer, as the engine and intake see it (relative to the configuration file)."""
+    """Folder with the weights and the tokenizer, as the engine and intake see it (relative to the configuration
+    file).
+    """
     context_length: int
     """Tokens of prompt and answer together."""
     endpoints: list[str] = msgspec.field(default_factory=lambda: ["/v1/chat/completions", "/v1/completions"])

@@ -1,0 +1,114 @@
+"""Connections, transactions and the database's clock, on SQLite and Postgres.
+
+A write transaction is all or nothing: killed before its commit nothing of it happened, after it all of it did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import sqlalchemy as sa
+from sqlalchemy import event
+from sqlalchemy.pool import ConnectionPoolEntry
+
+from batch_pipeline.errors import OperatorError
+from batch_pipeline.ledger import schema
+
+_BUSY_SECONDS = 30
+_SET_UP_LOCK = 7_240_001
+"""Advisory lock under which one process at a time creates tables on Postgres."""
+
+
+class Clock(Protocol):
+    """Tells the time of a transaction."""
+
+    def now(self, connection: sa.Connection) -> float:
+        """Return UTC seconds since the epoch."""
+
+
+class DatabaseClock:
+    """The database's own clock: the only one that all workers share (invariant I3)."""
+
+    def now(self, connection: sa.Connection) -> float:
+        """Return the server's time, as it is when this is called and not when the transaction began."""
+        if connection.dialect.name == "sqlite":
+            return float(connection.exec_driver_sql("SELECT (julianday('now') - 2440587.5) * 86400.0").scalar_one())
+        return float(connection.exec_driver_sql("SELECT extract(epoch FROM clock_timestamp())::float8").scalar_one())
+
+
+class Transaction(NamedTuple):
+    """A connection inside a transaction, and the time at which it began to work."""
+
+    connection: sa.Connection
+    now: float
+
+
+class Database:
+    """One database. `write` and `read` give transactions; both raise SQLAlchemy's OperationalError when it is away."""
+
+    def __init__(self, url: str, clock: Clock | None = None) -> None:
+        self._clock = clock or DatabaseClock()
+        self.engine = _make_engine(url)
+        self.is_sqlite = self.engine.dialect.name == "sqlite"
+
+    def set_up(self) -> None:
+        """Create what is missing; safe in several processes at once. Raises OperatorError on tables of another version."""
+        with self.engine.begin() as connection:
+            if not self.is_sqlite:
+                connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_SET_UP_LOCK)))
+            schema.metadata.create_all(connection)
+            version = connection.execute(sa.select(schema.schema_info.c.version)).scalar_one_or_none()
+            if version is None:
+                connection.execute(schema.schema_info.insert().values(version=schema.SCHEMA_VERSION))
+            elif version != schema.SCHEMA_VERSION:
+                raise OperatorError(
+                    f"the ledger has tables of version {version}, this release needs {schema.SCHEMA_VERSION}: "
+                    "use the matching release, or point ledger.url at an empty database"
+                )
+
+    @contextmanager
+    def write(self) -> Iterator[Transaction]:
+        """A transaction that may write. On SQLite it has the write lock from its first moment."""
+        with self.engine.begin() as connection:
+            yield Transaction(connection, self._clock.now(connection))
+
+    @contextmanager
+    def read(self) -> Iterator[Transaction]:
+        """A transaction that only reads, and blocks nobody."""
+        with self.engine.connect().execution_options(read_only=True) as connection, connection.begin():
+            yield Transaction(connection, self._clock.now(connection))
+
+    def close(self) -> None:
+        """Close all connections."""
+        self.engine.dispose()
+
+
+def _make_engine(url: str) -> sa.Engine:
+    parsed = sa.make_url(url)
+    if parsed.get_backend_name() == "sqlite":
+        if parsed.database:
+            Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
+        engine = sa.create_engine(parsed, connect_args={"timeout": _BUSY_SECONDS})
+        event.listen(engine, "connect", _configure_sqlite)
+        event.listen(engine, "begin", _begin_sqlite)
+        return engine
+    if parsed.get_backend_name() == "postgresql":
+        return sa.create_engine(parsed, pool_pre_ping=True, pool_size=8, max_overflow=16)
+    raise OperatorError(f"ledger.url: {parsed.get_backend_name()!r} is not served; use sqlite or postgresql+psycopg")
+
+
+def _configure_sqlite(connection: Any, _entry: ConnectionPoolEntry) -> None:
+    # The driver must not begin transactions by itself: `_begin_sqlite` does, with the kind of lock that is needed.
+    connection.isolation_level = None
+    # NORMAL survives the kill of any process; a power cut may take the last commits (FACTS: FULL starves workers).
+    for pragma in ("journal_mode=WAL", "synchronous=NORMAL", "foreign_keys=ON", f"busy_timeout={_BUSY_SECONDS * 1000}"):
+        connection.execute(f"PRAGMA {pragma}")
+
+
+def _begin_sqlite(connection: sa.Connection) -> None:
+    # IMMEDIATE: a read that turns into a write half-way would fail at once where another one writes.
+    read_only = connection.get_execution_options().get("read_only", False)
+    connection.exec_driver_sql("BEGIN" if read_only else "BEGIN IMMEDIATE")

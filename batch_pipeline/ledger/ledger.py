@@ -1,0 +1,84 @@
+"""The ledger: one object that holds its parts."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+
+from batch_pipeline.ledger.batches import Batches
+from batch_pipeline.ledger.chunks import Chunks
+from batch_pipeline.ledger.database import Clock, Database
+from batch_pipeline.ledger.events import Events
+from batch_pipeline.ledger.schema import batches, lanes
+from batch_pipeline.ledger.workers import Workers
+from batch_pipeline.scheduling.placement import Backlog
+from batch_pipeline.settings import Settings
+
+
+class Ledger:
+    """The metadata database. Safe to use from several threads and processes at once."""
+
+    def __init__(self, database: Database, lease_seconds: float, max_failures: int) -> None:
+        self._database = database
+        self.batches = Batches(database)
+        self.chunks = Chunks(database, lease_seconds, max_failures)
+        self.workers = Workers(database, lease_seconds)
+        self.events = Events(database)
+
+    @classmethod
+    def open(
+        cls, url: str, *, lease_seconds: float = 60.0, max_failures: int = 8, clock: Clock | None = None
+    ) -> Ledger:
+        """Open the ledger at a SQLAlchemy URL, creating its tables where they are missing."""
+        database = Database(url, clock)
+        database.set_up()
+        return cls(database, lease_seconds, max_failures)
+
+    @classmethod
+    def from_settings(cls, settings: Settings, clock: Clock | None = None) -> Ledger:
+        """Open the ledger of the configuration."""
+        return cls.open(
+            settings.ledger.url,
+            lease_seconds=settings.worker.lease_seconds,
+            max_failures=settings.worker.max_chunk_attempts,
+            clock=clock,
+        )
+
+    def now(self) -> float:
+        """Return the database's time: UTC seconds since the epoch."""
+        with self._database.read() as tx:
+            return tx.now
+
+    def backlog(self) -> list[Backlog]:
+        """Return what waits and what runs, per model, of batches that may still be leased."""
+        query = (
+            sa.select(
+                lanes.c.model,
+                sa.func.sum(lanes.c.pending).label("pending"),
+                sa.func.sum(lanes.c.pending_tokens).label("pending_tokens"),
+                sa.func.sum(lanes.c.leased).label("leased"),
+                sa.func.min(batches.c.deadline_at).label("first_deadline_at"),
+            )
+            .join(batches, batches.c.batch_id == lanes.c.batch_id)
+            .where(
+                batches.c.status == "in_progress",
+                batches.c.outcome.is_(None),
+                (lanes.c.pending + lanes.c.leased) > 0,
+            )
+            .group_by(lanes.c.model)
+            .order_by(lanes.c.model)
+        )
+        with self._database.read() as tx:
+            return [
+                Backlog(
+                    model=row.model,
+                    pending=int(row.pending),
+                    pending_tokens=int(row.pending_tokens),
+                    leased=int(row.leased),
+                    first_deadline_at=row.first_deadline_at,
+                )
+                for row in tx.connection.execute(query)
+            ]
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._database.close()

@@ -1,0 +1,65 @@
+"""Rows of the tables as records, and the other way round."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import sqlalchemy as sa
+
+from batch_pipeline.ledger import records, schema
+
+_BATCH_COLUMNS = [schema.batches.c[name] for name in records.Batch.__struct_fields__]
+BATCH = sa.select(*_BATCH_COLUMNS)
+CHUNK = sa.select(schema.chunks)
+LANE = sa.select(*[schema.lanes.c[name] for name in records.Lane.__struct_fields__])
+
+
+def batch(row: Any) -> records.Batch:
+    """Return the record of a row of BATCH."""
+    values = _values(row)
+    values["metadata"] = msgspec.json.decode(values["metadata"], type=dict[str, str])
+    values["models"] = msgspec.json.decode(values["models"], type=list[str])
+    values["errors"] = msgspec.json.decode(values["errors"], type=list[records.BatchError])
+    return msgspec.convert(values, records.Batch)
+
+
+def chunk(row: Any) -> records.Chunk:
+    """Return the record of a row of CHUNK."""
+    values = _values(row)
+    values["parts"] = parts(values["parts"])
+    result = values["result"]
+    values["result"] = None if result is None else msgspec.json.decode(result, type=records.ChunkResult)
+    return msgspec.convert(values, records.Chunk)
+
+
+def lane(row: Any) -> records.Lane:
+    """Return the record of a row of LANE."""
+    return msgspec.convert(_values(row), records.Lane)
+
+
+def worker(row: Any) -> records.Worker:
+    """Return the record of a row of `workers`."""
+    values = _values(row)
+    values["batches"] = msgspec.json.decode(values["batches"], type=list[str])
+    return msgspec.convert(values, records.Worker)
+
+
+def event(row: Any) -> records.Event:
+    """Return the record of a row of `events`."""
+    return msgspec.convert(_values(row), records.Event)
+
+
+def _values(row: Any) -> dict[str, Any]:
+    # The keys are a kind of string of SQLAlchemy's own, which msgspec does not take.
+    return {str(name): value for name, value in row._mapping.items()}
+
+
+def parts(text: str) -> list[records.Part]:
+    """Return the checkpoints in a `parts` column."""
+    return msgspec.json.decode(text, type=list[records.Part])
+
+
+def json(value: Any) -> str:
+    """Return a value as the text of a JSON column."""
+    return msgspec.json.encode(value).decode()

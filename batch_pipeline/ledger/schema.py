@@ -1,0 +1,183 @@
+"""The tables. Times are UTC seconds since the epoch by the database's clock; lists and tables of a row are JSON text.
+
+Locks are always taken in the order batches, chunks, lanes, service, and rows of one table in the order of their keys,
+so that no two transactions wait for each other. A commit touches its chunk and its lane, never the batch's row.
+"""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+
+SCHEMA_VERSION = 1
+
+metadata = sa.MetaData()
+
+schema_info = sa.Table(
+    "schema_info",
+    metadata,
+    sa.Column("version", sa.Integer, primary_key=True, comment="Version of these tables; the code refuses another one"),
+)
+
+batches = sa.Table(
+    "batches",
+    metadata,
+    sa.Column("batch_id", sa.String(64), primary_key=True),
+    sa.Column("customer", sa.String(64), nullable=False),
+    sa.Column("name", sa.String(200), nullable=False, comment="File name without .jsonl; names the outbox folder"),
+    sa.Column("door", sa.String(16), nullable=False, comment="drop, cli, api or dagster"),
+    sa.Column("endpoint", sa.String(64), nullable=False, comment="The one url of all its requests"),
+    sa.Column("window_seconds", sa.Integer, nullable=False, comment="Completion window that was asked for"),
+    sa.Column("on_invalid", sa.String(8), nullable=False, comment="skip or fail"),
+    sa.Column(
+        "creation_key", sa.String(512), nullable=False, unique=True, comment="Two creations with it are one batch"
+    ),
+    sa.Column("input_key", sa.String(512), nullable=False, comment="Our own copy of the bytes"),
+    sa.Column("input_bytes", sa.BigInteger, nullable=False),
+    sa.Column("input_etag", sa.String(128), nullable=False),
+    sa.Column("metadata", sa.Text, nullable=False, comment="The customer's pairs"),
+    sa.Column("status", sa.String(16), nullable=False, comment="BatchStatus"),
+    sa.Column("outcome", sa.String(16), comment="Final status it is on its way to, once known"),
+    sa.Column("priority", sa.Integer, nullable=False, default=0, comment="Higher first within a customer"),
+    sa.Column("revision", sa.BigInteger, nullable=False, default=1, comment="Grows with every change of the row"),
+    sa.Column(
+        "published", sa.Text, nullable=False, default="", comment="Revision and reason that its status.json shows"
+    ),
+    sa.Column("created_at", sa.Double, nullable=False),
+    sa.Column("deadline_at", sa.Double, nullable=False),
+    sa.Column("in_progress_at", sa.Double),
+    sa.Column("finalizing_at", sa.Double),
+    sa.Column("cancelling_at", sa.Double),
+    sa.Column("ended_at", sa.Double, comment="When its final status became visible"),
+    sa.Column("input_sha256", sa.String(64), comment="Set when intake is recorded, and only then"),
+    sa.Column("invalid_key", sa.String(512), comment="Error lines that intake found"),
+    sa.Column("models", sa.Text, nullable=False, default="[]"),
+    sa.Column("total", sa.BigInteger, nullable=False, default=0, comment="Lines that are not blank"),
+    sa.Column("invalid", sa.BigInteger, nullable=False, default=0),
+    sa.Column(
+        "completed", sa.BigInteger, nullable=False, default=0, comment="Counted in the final files, as the next three"
+    ),
+    sa.Column("failed", sa.BigInteger, nullable=False, default=0),
+    sa.Column("expired", sa.BigInteger, nullable=False, default=0),
+    sa.Column("cancelled", sa.BigInteger, nullable=False, default=0),
+    sa.Column("errors", sa.Text, nullable=False, default="[]", comment="First errors of its lines, or of the whole"),
+    sa.Column("input_tokens", sa.BigInteger, nullable=False, default=0, comment="Final sums over its results"),
+    sa.Column("cached_tokens", sa.BigInteger, nullable=False, default=0),
+    sa.Column("output_tokens", sa.BigInteger, nullable=False, default=0),
+    sa.Column("output_key", sa.String(512)),
+    sa.Column("error_key", sa.String(512)),
+    sa.Column("manifest_key", sa.String(512)),
+    sa.Column("intake_attempts", sa.Integer, nullable=False, default=0, comment="Runs requested so far"),
+    sa.Column("intake_run_id", sa.String(64), comment="The run that recorded the intake"),
+    sa.Column("merge_attempts", sa.Integer, nullable=False, default=0),
+    sa.Column("merge_run_id", sa.String(64), comment="The run that finished the batch"),
+    sa.Column("run_due_at", sa.Double, nullable=False, default=0.0, comment="Earliest time of the next run request"),
+)
+_open = batches.c.status.in_(["validating", "in_progress", "finalizing", "cancelling"])
+sa.Index("batches_open", batches.c.created_at, postgresql_where=_open, sqlite_where=_open)
+sa.Index("batches_by_customer", batches.c.customer, batches.c.name, batches.c.created_at)
+sa.Index("batches_by_time", batches.c.created_at)
+
+chunks = sa.Table(
+    "chunks",
+    metadata,
+    sa.Column("batch_id", sa.String(64), sa.ForeignKey("batches.batch_id"), primary_key=True),
+    sa.Column("chunk", sa.Integer, primary_key=True, comment="0-based number within the batch"),
+    sa.Column("model", sa.String(64), nullable=False),
+    sa.Column("input_key", sa.String(512), nullable=False),
+    sa.Column("requests", sa.Integer, nullable=False),
+    sa.Column("first_index", sa.BigInteger, nullable=False),
+    sa.Column("last_index", sa.BigInteger, nullable=False),
+    sa.Column("prompt_tokens", sa.BigInteger, nullable=False, comment="Estimate for the scheduler"),
+    sa.Column("max_output_tokens", sa.BigInteger, nullable=False, comment="Estimate for the scheduler"),
+    sa.Column("state", sa.String(16), nullable=False, comment="ChunkState"),
+    sa.Column("token", sa.Integer, nullable=False, default=0, comment="Fencing token of the newest lease"),
+    sa.Column("failures", sa.Integer, nullable=False, default=0, comment="Leases that ran out or failed"),
+    sa.Column("worker_id", sa.String(128), comment="Holder of the newest lease"),
+    sa.Column("run_id", sa.String(64), comment="Dagster run of the newest lease"),
+    sa.Column("expires_at", sa.Double, comment="When the lease may be taken away"),
+    sa.Column("parts", sa.Text, nullable=False, default="[]", comment="Checkpoints of all its attempts"),
+    sa.Column("result", sa.Text, comment="What the commit pointed it at"),
+    sa.Column("committed_at", sa.Double),
+    sa.Column("last_error", sa.Text, comment="Why the newest lease ended without a commit"),
+)
+_pending = chunks.c.state == sa.literal_column("'pending'")
+_leased = chunks.c.state == sa.literal_column("'leased'")
+sa.Index(
+    "chunks_pending",
+    chunks.c.batch_id,
+    chunks.c.model,
+    chunks.c.chunk,
+    postgresql_where=_pending,
+    sqlite_where=_pending,
+)
+sa.Index("chunks_leased", chunks.c.expires_at, postgresql_where=_leased, sqlite_where=_leased)
+
+lanes = sa.Table(
+    "lanes",
+    metadata,
+    sa.Column("batch_id", sa.String(64), sa.ForeignKey("batches.batch_id"), primary_key=True),
+    sa.Column("model", sa.String(64), primary_key=True),
+    sa.Column("pending", sa.Integer, nullable=False, comment="Chunks, as the next three"),
+    sa.Column("leased", sa.Integer, nullable=False, default=0),
+    sa.Column("committed", sa.Integer, nullable=False, default=0),
+    sa.Column("stopped", sa.Integer, nullable=False, default=0),
+    sa.Column("requests", sa.BigInteger, nullable=False),
+    sa.Column("pending_tokens", sa.BigInteger, nullable=False, comment="Estimate, prompt and answer"),
+    sa.Column("completed", sa.BigInteger, nullable=False, default=0, comment="Requests with a response so far"),
+    sa.Column("failed", sa.BigInteger, nullable=False, default=0),
+    sa.Column("input_tokens", sa.BigInteger, nullable=False, default=0),
+    sa.Column("cached_tokens", sa.BigInteger, nullable=False, default=0),
+    sa.Column("output_tokens", sa.BigInteger, nullable=False, default=0),
+    sa.Column("revision", sa.BigInteger, nullable=False, default=1),
+)
+_waiting = lanes.c.pending > sa.literal_column("0")
+sa.Index("lanes_waiting", lanes.c.model, postgresql_where=_waiting, sqlite_where=_waiting)
+
+service = sa.Table(
+    "service",
+    metadata,
+    sa.Column("model", sa.String(64), primary_key=True),
+    sa.Column("customer", sa.String(64), primary_key=True),
+    sa.Column(
+        "tokens", sa.Double, nullable=False, comment="Virtual tokens of service: what was leased over the weight"
+    ),
+)
+
+customers = sa.Table(
+    "customers",
+    metadata,
+    sa.Column("customer", sa.String(64), primary_key=True),
+    sa.Column("weight", sa.Double, nullable=False, default=1.0, comment="Share of a model's service"),
+    sa.Column("created_at", sa.Double, nullable=False),
+)
+
+workers = sa.Table(
+    "workers",
+    metadata,
+    sa.Column("worker_id", sa.String(128), primary_key=True),
+    sa.Column("model", sa.String(64), nullable=False),
+    sa.Column("run_id", sa.String(64)),
+    sa.Column("host", sa.String(255), nullable=False),
+    sa.Column("state", sa.String(16), nullable=False, comment="WorkerState"),
+    sa.Column("detail", sa.Text, comment="Why it failed, or what it is doing"),
+    sa.Column("batches", sa.Text, nullable=False, default="[]", comment="The only batches it serves, if any"),
+    sa.Column("started_at", sa.Double, nullable=False),
+    sa.Column("seen_at", sa.Double, nullable=False, comment="Its newest heartbeat"),
+    sa.Column("leave", sa.Boolean, nullable=False, default=False, comment="It is asked to give way"),
+)
+sa.Index("workers_by_model", workers.c.model, workers.c.seen_at)
+
+events = sa.Table(
+    "events",
+    metadata,
+    sa.Column("sequence", sa.BigInteger().with_variant(sa.Integer, "sqlite"), primary_key=True, autoincrement=True),
+    sa.Column("at", sa.Double, nullable=False),
+    sa.Column("batch_id", sa.String(64), nullable=False),
+    sa.Column("chunk", sa.Integer),
+    sa.Column("event", sa.String(32), nullable=False, comment="The transition's name"),
+    sa.Column("actor", sa.String(128), nullable=False),
+    sa.Column("token", sa.Integer),
+    sa.Column("run_id", sa.String(64)),
+    sa.Column("detail", sa.Text),
+)
+sa.Index("events_by_batch", events.c.batch_id, events.c.sequence)

@@ -1,0 +1,99 @@
+"""Workers as the ledger sees them: who is there, who cannot start and why, who is asked to leave; their heartbeats."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import sqlalchemy as sa
+
+from batch_pipeline.errors import NotFound
+from batch_pipeline.ledger import rows
+from batch_pipeline.ledger.database import Database
+from batch_pipeline.ledger.records import ChunkState, HeartbeatReply, LeaseRef, Standing, Worker, WorkerState
+from batch_pipeline.ledger.schema import batches, chunks, workers
+
+
+class Workers:
+    """Workers and their heartbeats. Each function is one transaction; repeating it changes nothing more."""
+
+    def __init__(self, database: Database, lease_seconds: float) -> None:
+        self._database = database
+        self._lease_seconds = lease_seconds
+
+    def register(
+        self, worker_id: str, model: str, run_id: str | None, host: str, batches_only: Sequence[str] = ()
+    ) -> None:
+        """Make a worker known, in state starting."""
+        with self._database.write() as tx:
+            tx.connection.execute(
+                workers.insert().values(
+                    worker_id=worker_id,
+                    model=model,
+                    run_id=run_id,
+                    host=host,
+                    state=WorkerState.STARTING,
+                    batches=rows.json(list(batches_only)),
+                    started_at=tx.now,
+                    seen_at=tx.now,
+                )
+            )
+
+    def set_state(self, worker_id: str, state: WorkerState, detail: str | None = None) -> None:
+        """Say where the worker is. Raises NotFound where it was never registered."""
+        with self._database.write() as tx:
+            changed = tx.connection.execute(
+                workers.update()
+                .where(workers.c.worker_id == worker_id)
+                .values(state=state, detail=None if detail is None else detail[:2000], seen_at=tx.now)
+            ).rowcount
+        if not changed:
+            raise NotFound(f"no worker {worker_id}")
+
+    def heartbeat(self, worker_id: str, refs: Sequence[LeaseRef] = ()) -> HeartbeatReply:
+        """Extend the worker's valid leases and tell how each stands, and whether the worker is asked to leave.
+
+        Cost: one update of the worker and one of its leases, whatever their number.
+        """
+        with self._database.write() as tx:
+            leave = tx.connection.execute(
+                workers.update()
+                .where(workers.c.worker_id == worker_id)
+                .values(seen_at=tx.now)
+                .returning(workers.c.leave)
+            ).scalar_one_or_none()
+            wanted = sa.tuple_(chunks.c.batch_id, chunks.c.chunk, chunks.c.token).in_([tuple(ref) for ref in refs])
+            held = tx.connection.execute(
+                chunks.update()
+                .where(wanted, chunks.c.state == ChunkState.LEASED)
+                .values(expires_at=tx.now + self._lease_seconds)
+                .returning(chunks.c.batch_id, chunks.c.chunk, chunks.c.token)
+            ).all()
+            batch_ids = sorted({row.batch_id for row in held})
+            stopping = set(
+                tx.connection.execute(
+                    sa.select(batches.c.batch_id).where(
+                        batches.c.batch_id.in_(batch_ids),
+                        batches.c.outcome.is_not(None) | (batches.c.deadline_at <= tx.now),
+                    )
+                ).scalars()
+            )
+        standings = dict.fromkeys(refs, Standing.LOST)
+        for row in held:
+            standings[LeaseRef(*row)] = Standing.STOP if row.batch_id in stopping else Standing.HELD
+        return HeartbeatReply(standings=standings, leave=bool(leave))
+
+    def ask_to_leave(self, worker_id: str) -> None:
+        """Ask a worker to hand back its leases and end; it hears of it with its next heartbeat."""
+        with self._database.write() as tx:
+            tx.connection.execute(workers.update().where(workers.c.worker_id == worker_id).values(leave=True))
+
+    def of_models(self, models: Sequence[str], within_seconds: float = 3600.0) -> list[Worker]:
+        """Return the workers of these models that were heard of lately, newest heartbeat first."""
+        with self._database.read() as tx:
+            query = (
+                sa.select(workers)
+                .where(workers.c.model.in_(list(models)), workers.c.seen_at > tx.now - within_seconds)
+                .order_by(workers.c.seen_at.desc())
+                .limit(1000)
+            )
+            return [rows.worker(row) for row in tx.connection.execute(query)]
