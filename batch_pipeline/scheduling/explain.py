@@ -1,0 +1,100 @@
+"""Why a batch is where it is, and when it will be done (invariant I9): a name for every wait.
+
+Pure: the caller brings a snapshot. `batch_pipeline.results.outbox` shows the answers in the status.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+REPEATED_RUNS = 2
+"""From this many requested runs on, a step that is still not done is called failing rather than queued."""
+
+
+class LaneView(msgspec.Struct, frozen=True, kw_only=True):
+    """Chunks of the batch on one model."""
+
+    model: str
+    pending: int
+    leased: int
+
+
+class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker of one of the batch's models; `silent_seconds` since its last heartbeat."""
+
+    model: str
+    state: str
+    detail: str | None
+    silent_seconds: float
+    serves_batch: bool = True
+    """False where it is dedicated to other batches."""
+
+
+class Situation(msgspec.Struct, frozen=True, kw_only=True):
+    """What the ledger knows of a batch at one moment."""
+
+    status: str
+    outcome: str | None
+    intake_done: bool
+    intake_attempts: int
+    merge_attempts: int
+    lanes: list[LaneView]
+    workers: list[WorkerView]
+    lease_seconds: float
+    """A worker that was silent for longer is not counted as there."""
+
+
+def explain(situation: Situation) -> str | None:
+    """Return what the batch is waiting for, as a phrase for customers and operators; None after the end."""
+    if situation.status in ("completed", "failed", "expired", "cancelled"):
+        return None
+    if not situation.intake_done:
+        return _run("validation", situation.intake_attempts)
+    waiting = [lane for lane in situation.lanes if lane.pending or lane.leased]
+    if situation.status == "finalizing" or situation.outcome == "failed":
+        return _run("the results file", situation.merge_attempts)
+    if situation.outcome is not None:
+        open_chunks = sum(lane.leased for lane in waiting)
+        return f"stopping: waiting for workers to hand back {open_chunks} chunks that they are running"
+    reasons = [_lane(lane, situation) for lane in waiting]
+    return "; ".join(reasons) if reasons else _run("the results file", situation.merge_attempts)
+
+
+def _run(what: str, attempts: int) -> str:
+    if attempts < REPEATED_RUNS:
+        return f"waiting for {what}: its run is starting" if attempts else f"waiting for {what}: its run is queued"
+    failed = f"{attempts - 1} runs have failed, another one is tried"
+    return f"waiting for {what}: {failed}; see the runs of this batch in Dagster"
+
+
+def _lane(lane: LaneView, situation: Situation) -> str:
+    workers = [
+        worker
+        for worker in situation.workers
+        if worker.model == lane.model and worker.serves_batch and worker.silent_seconds <= situation.lease_seconds
+    ]
+    states = {worker.state for worker in workers}
+    if lane.leased and "ready" in states:
+        return f"running on {lane.model}"
+    if "ready" in states:
+        return f"waiting for a worker of {lane.model} that is busy with other batches"
+    if "starting" in states:
+        return f"waiting for a worker of {lane.model}: its engine is loading the model"
+    # A worker that failed is not heard of again, so its age does not matter: the newest one counts.
+    told = [worker for worker in situation.workers if worker.model == lane.model]
+    if told and told[0].state == "failed":
+        return f"waiting for a worker of {lane.model}: worker cannot start: {told[0].detail or 'no reason given'}"
+    if lane.leased:
+        return f"waiting for a worker of {lane.model}: the last one has fallen silent, its lease is running out"
+    return f"waiting for a worker of {lane.model}: none is running yet"
+
+
+def estimate_finish(*, now: float, started_at: float | None, done: int, total: int) -> float | None:
+    """Return the estimated time of the last request (UTC seconds), or None before there is a rate.
+
+    Linear: what is left at the rate since the batch was started. `done` and `total` are requests.
+    """
+    if started_at is None or done <= 0 or now <= started_at:
+        return None
+    seconds_each = (now - started_at) / done
+    return now + seconds_each * max(total - done, 0)
