@@ -1,0 +1,195 @@
+"""Requests to one engine: bytes in, bytes out, with as few copies and parses as possible."""
+
+from __future__ import annotations
+
+import email.utils
+import time
+from types import TracebackType
+from typing import Self
+
+import aiohttp
+import msgspec
+import yarl
+
+from batch_pipeline.errors import BatchPipelineError
+
+_CONNECT_SECONDS = 10.0
+# Shorter than any server's own (vLLM: 5 s), so that no request goes out on a connection that is being closed.
+_KEEPALIVE_SECONDS = 2.0
+_HEADERS = {"Content-Type": "application/json"}
+
+
+class NoAnswer(BatchPipelineError):
+    """The engine gave no answer to a request."""
+
+
+class ConnectionLost(NoAnswer):
+    """Nobody listens, or the connection broke. `sent` tells whether the request may have reached the engine."""
+
+    def __init__(self, message: str, *, sent: bool) -> None:
+        super().__init__(message)
+        self.sent = sent
+
+
+class AnswerTimeout(NoAnswer):
+    """No answer within the time that a request may take."""
+
+
+class Answer(msgspec.Struct, frozen=True, gc=False):
+    """What the engine answered. `body` is one line of JSON: one that says so where the engine sent something else."""
+
+    status: int
+    body: bytes
+    is_json: bool
+    request_id: str
+    """The id under which it ran there; empty where the answer names none."""
+    input_tokens: int
+    cached_tokens: int
+    """Of the input tokens, those taken from the prefix cache."""
+    output_tokens: int
+    retry_after_seconds: float | None
+    message: str
+    """What the body says is wrong, shortened; empty where nothing is."""
+
+
+class _Details(msgspec.Struct, gc=False):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct, gc=False):
+    prompt_tokens: int = 0
+    completion_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+
+
+class _Envelope(msgspec.Struct, gc=False):
+    id: str | None = None
+    usage: _Usage | None = None
+
+
+class _Error(msgspec.Struct, gc=False):
+    message: str = ""
+
+
+class _Refusal(msgspec.Struct, gc=False):
+    error: _Error = _Error()
+
+
+_decode_envelope = msgspec.json.Decoder(_Envelope).decode
+_decode_refusal = msgspec.json.Decoder(_Refusal).decode
+_NO_USAGE = _Usage()
+_NO_DETAILS = _Details()
+_SHOWN_CHARACTERS = 300
+
+
+class EngineClient:
+    """A client of the engine at `url`. Use it in one event loop, and close it. The caller bounds what is in flight."""
+
+    def __init__(self, url: str, timeout_seconds: float) -> None:
+        self._base = url.rstrip("/")
+        self._timeout_seconds = timeout_seconds
+        self._urls: dict[str, yarl.URL] = {}
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS),
+            timeout=aiohttp.ClientTimeout(total=timeout_seconds, sock_connect=_CONNECT_SECONDS),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            skip_auto_headers=("User-Agent", "Accept-Encoding"),
+            headers=_HEADERS,
+        )
+
+    async def complete(self, endpoint: str, body: bytes) -> Answer:
+        """Send one request body to an endpoint, for instance `/v1/completions`, and return the answer of any status.
+
+        Raises ConnectionLost or AnswerTimeout where there is none.
+        """
+        url = self._urls.get(endpoint)
+        if url is None:
+            url = self._urls[endpoint] = yarl.URL(self._base + endpoint)
+        try:
+            async with self._session.post(url, data=body, allow_redirects=False) as response:
+                return _answer(response, await response.read())
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            raise ConnectionLost(f"nobody answers at {self._base}: {error}", sent=False) from error
+        except TimeoutError as error:
+            raise AnswerTimeout(f"no answer within {self._timeout_seconds:.0f} s") from error
+        except aiohttp.ClientError as error:
+            raise ConnectionLost(f"the connection broke: {error or type(error).__name__}", sent=True) from error
+
+    async def close(self) -> None:
+        """Close all connections; requests in flight end with ConnectionLost."""
+        await self._session.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+def _answer(response: aiohttp.ClientResponse, raw: bytes) -> Answer:
+    status = response.status
+    try:
+        envelope = _decode_envelope(raw)
+    except msgspec.ValidationError:
+        envelope = _Envelope()  # JSON of another form; it is passed on as it is
+    except (msgspec.DecodeError, RecursionError):
+        return _not_json(response, raw)
+    try:
+        if not raw.isascii():
+            raw.decode()
+    except UnicodeDecodeError:
+        return _not_json(response, raw)
+    usage = envelope.usage or _NO_USAGE
+    return Answer(
+        status=status,
+        # A line of a file must be one line: JSON may hold line breaks between its tokens.
+        body=msgspec.json.format(raw, indent=-1) if b"\n" in raw or b"\r" in raw else raw,
+        is_json=True,
+        request_id=envelope.id or _request_id(response),
+        input_tokens=usage.prompt_tokens,
+        cached_tokens=(usage.prompt_tokens_details or _NO_DETAILS).cached_tokens or 0,
+        output_tokens=usage.completion_tokens or 0,
+        retry_after_seconds=None if status < 300 else _retry_after(response),
+        message="" if status < 300 else _message(raw),
+    )
+
+
+def _not_json(response: aiohttp.ClientResponse, raw: bytes) -> Answer:
+    text = raw[: 4 * _SHOWN_CHARACTERS].decode(errors="replace")[:_SHOWN_CHARACTERS]
+    error = {"message": text, "type": "not_json", "param": None, "code": response.status}
+    return Answer(
+        status=response.status,
+        body=msgspec.json.encode({"error": error}),
+        is_json=False,
+        request_id=_request_id(response),
+        input_tokens=0,
+        cached_tokens=0,
+        output_tokens=0,
+        retry_after_seconds=_retry_after(response),
+        message=f"an answer that is not JSON: {text}",
+    )
+
+
+def _message(raw: bytes) -> str:
+    try:
+        return _decode_refusal(raw).error.message[:_SHOWN_CHARACTERS]
+    except msgspec.DecodeError:
+        return raw[: 4 * _SHOWN_CHARACTERS].decode(errors="replace")[:_SHOWN_CHARACTERS]
+
+
+def _request_id(response: aiohttp.ClientResponse) -> str:
+    return str(response.headers.get("X-Request-Id", ""))
+
+
+def _retry_after(response: aiohttp.ClientResponse) -> float | None:
+    """Return the pause that the answer asks for (RFC 9110, 10.2.3: seconds or a date), None where it asks for none."""
+    value = response.headers.get("Retry-After", "").strip()
+    if value.isascii() and value.isdigit():
+        return float(value)
+    try:
+        at = email.utils.parsedate_to_datetime(value)
+    except ValueError:
+        return None
+    return max(0.0, at.timestamp() - time.time())
