@@ -9,6 +9,8 @@ from __future__ import annotations
 import secrets
 import socket
 
+import psutil
+
 from batch_pipeline.errors import OperatorError
 
 LOOPBACK = "127.0.0.1"
@@ -43,3 +45,16 @@ def free_ports(count: int) -> list[int]:
     if len(found) < count:
         raise OperatorError(f"no {count} free ports between {_LOWEST} and {_HIGHEST} on {LOOPBACK}")
     return sorted(found)
+
+
+def holder(port: int) -> str | None:
+    """Return the name and pid of the program that listens on the port, None where we may not know."""
+    try:
+        pids = [
+            connection.pid
+            for connection in psutil.net_connections("tcp")
+            if connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port
+        ]
+        return f"{psutil.Process(pids[0]).name()} (pid {pids[0]})" if pids and pids[0] else None
+    except (psutil.AccessDenied, psutil.NoSuchProcess):
+        return None

@@ -5,7 +5,8 @@
 
 A service is known by the pid file that it writes itself before it becomes the program (so no moment exists in which it
 runs unknown): its pid, the moment of its birth and the boot in which that was. A pid that was given to another program
-since then has another birth, and is never signalled.
+since then has another birth, and is never signalled. What a service starts inherits a variable that names the pid file,
+and so is found even where the service was killed before it.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ _WRITE_PID_THEN_EXEC = (
     '{ echo $$; cut -d" " -f22 /proc/$$/stat; cat /proc/sys/kernel/random/boot_id; } >"$0.new"'
     ' && mv "$0.new" "$0" && exec "$@"'
 )
+_MARK = "BATCH_PIPELINE_PID_FILE"
 _POLL_SECONDS = 0.05
 LOG_LINES_SHOWN = 15
 
@@ -45,13 +47,17 @@ class Identity:
 
 
 def identify(pid: int) -> Identity | None:
-    """Return the identity of the living process `pid`, or None where there is none (a zombie has ended)."""
+    """Return the identity of the living process `pid`, or None where there is none.
+
+    A zombie has ended, unless it has threads left: those still hold its files and ports.
+    """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+        threads = sum(1 for _ in Path(f"/proc/{pid}/task").iterdir())
     except (FileNotFoundError, ProcessLookupError):
         return None
     fields = stat.rpartition(")")[2].split()  # the name in parentheses may hold spaces
-    if fields[0] in {"Z", "X"}:
+    if fields[0] == "X" or (fields[0] == "Z" and threads <= 1):
         return None
     return Identity(pid, f"{fields[19]} {_BOOT_ID.read_text(encoding='ascii').strip()}")
 
@@ -141,14 +147,34 @@ class Service:
         recorded = Identity(int(pid), f"{ticks} {boot}")
         return recorded if is_alive(recorded) else None
 
+    @property
+    def started_at(self) -> float:
+        """When the last process of this service started, in UTC seconds since the epoch."""
+        return self.pid_file.stat().st_mtime
+
+    def family(self) -> list[Identity]:
+        """Return the process and what it started, also what is left of that where the process itself was killed."""
+        mark, leader = str(self.pid_file.absolute()), self.process()
+        marked = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(_MARK) == mark:
+                    marked.append(identify(process.pid))
+            except (psutil.AccessDenied, psutil.NoSuchProcess, psutil.ZombieProcess):
+                continue  # another user's, or gone: not one of ours
+        found = [leader, *(descendants(leader) if leader else []), *marked]
+        return list(dict.fromkeys(member for member in found if member is not None))
+
     def start(self) -> bool:
         """Start the process unless it runs already; return whether it was started now.
 
-        The process is in a session of its own: a Ctrl-C at the terminal or the end of this command does not reach it.
-        Killed at any moment, this leaves either no process or one that its pid file names.
+        What a killed process of this service left behind is ended first. The new one is in a session of its own: a
+        Ctrl-C at the terminal or the end of this command does not reach it. Killed at any moment, this leaves either no
+        process or one that its pid file names.
         """
         if self.process() is not None:
             return False
+        self.stop()
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self.log_dir.mkdir(parents=True, exist_ok=True)
         self.pid_file.unlink(missing_ok=True)
@@ -158,10 +184,15 @@ class Service:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **self.environment},
+                env={**os.environ, **self.environment, _MARK: str(self.pid_file.absolute())},
                 start_new_session=True,
             )
+        while self.process() is None and self._child.poll() is None:
+            time.sleep(_POLL_SECONDS / 10)
         return True
+
+    def _has_ended(self) -> bool:
+        return self.process() is None if self._child is None else self._child.poll() is not None
 
     def wait_ready(self) -> None:
         """Wait until the probe is content.
@@ -171,8 +202,7 @@ class Service:
         deadline = time.monotonic() + self.ready_seconds
         waits_for: str | None = "its start"
         while waits_for is not None:
-            ended = self._child is not None and self._child.poll() is not None
-            if ended or (self._child is None and self.process() is None):
+            if self._has_ended():
                 status = f" with status {self._child.returncode}" if self._child is not None else ""
                 raise OperatorError(f"{self.name} ended{status}; its log {self.log} says:\n{last_lines(self.log)}")
             waits_for = self.probe()
@@ -185,30 +215,22 @@ class Service:
                 time.sleep(_POLL_SECONDS)
 
     def stop(self) -> bool:
-        """End the process and what it started; return whether there was one.
+        """End the process and what it started; return whether there was anything to end.
 
-        It gets `stop_signal`; once it has ended, those of its descendants that it left behind get SIGTERM. What is left
-        of all of them after `stop_seconds` is killed. Killed itself in between, this leaves the pid file, and the next
-        stop goes on from there.
+        The process gets `stop_signal` and ends its own children. What is left after `stop_seconds` gets SIGTERM, and
+        after as long again is killed. Killed itself in between, this leaves the pid file, and the next stop goes on.
         """
-        process = self.process()
-        if process is None:
-            self.pid_file.unlink(missing_ok=True)
-            return False
-        deadline = time.monotonic() + self.stop_seconds
-        family = [process, *descendants(process)]
-        send(process, self.stop_signal)
-        if wait_for_end([process], self.stop_seconds):
-            family = [*family, *descendants(process)]
-        else:
-            for member in family:
-                send(member, signal.SIGTERM)
-        left = wait_for_end(family, max(0.0, deadline - time.monotonic()))
-        for member in left:
-            send(member, signal.SIGKILL)
-        wait_for_end(left, self.stop_seconds)
+        family, leader = self.family(), self.process()
+        if leader is not None:
+            send(leader, self.stop_signal)
+            wait_for_end([leader], self.stop_seconds)
+        left = [member for member in dict.fromkeys([*family, *self.family()]) if is_alive(member)]
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            for member in left:
+                send(member, number)
+            left = wait_for_end(left, self.stop_seconds)
         if self._child is not None:
             self._child.wait(self.stop_seconds)
             self._child = None
         self.pid_file.unlink(missing_ok=True)
-        return True
+        return bool(family)
