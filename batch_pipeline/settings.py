@@ -105,9 +105,8 @@ class Scheduling(_Section, frozen=True):
     sensor_interval_seconds: int = 5
     total_gpus: int = 1
     """GPUs of all models together."""
-    at_risk_slack_seconds: float = 1800.0
-    urgent_share: float = 0.5
-    """Largest share of leases that batches at risk may take from the fair order."""
+    chunks_per_worker: int = 4
+    """Chunks of backlog for which one more worker of a model is wanted."""
     retry_run_seconds: float = 30.0
     """Pause before a run that failed is requested again; doubles with each failure up to ten minutes."""
 
@@ -170,8 +169,6 @@ def check(settings: Settings) -> list[str]:
                 problems.append(f"{type(section).__name__.lower()}.{field} must be above 0, not {value}")
     if settings.worker.heartbeat_seconds * 2 > settings.worker.lease_seconds:
         problems.append("worker.heartbeat_seconds must be at most half of worker.lease_seconds, or leases run out")
-    if not 0 < settings.scheduling.urgent_share <= 1:
-        problems.append("scheduling.urgent_share must be above 0 and at most 1")
     for name, model in settings.models.items():
         problems += _check_model(name, model)
     return problems

@@ -1,0 +1,7 @@
+"""Dagster sensors: each asks the ledger or the store what is due and requests runs for it, a bounded number a tick."""
+
+from sensors.batch_progress import batch_progress_sensor
+from sensors.drop_folder import drop_folder_sensor
+from sensors.gpu_workers import gpu_worker_sensor
+
+__all__ = ["batch_progress_sensor", "drop_folder_sensor", "gpu_worker_sensor"]

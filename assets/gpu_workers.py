@@ -1,0 +1,86 @@
+"""The GPU workers: a job per model, of one root op in the pool that is named after the model.
+
+While a worker waits for a slot of its pool, its run is queued and costs nothing. A run is one worker: it leases chunks
+of any batch until there is no work, it is told to leave, or its lifetime ends. Ending the run ends the worker.
+"""
+
+from __future__ import annotations
+
+import re
+
+import dagster as dg
+from pydantic import Field
+
+from assets.chunk_results import chunk_results_event
+from assets.partitions import GROUP
+from batch_pipeline import worker
+from batch_pipeline.models import Model
+from resources import Service
+from resources.kubernetes import worker_tags
+
+
+class WorkerConfig(dg.Config):
+    """What an operator may say when launching a worker."""
+
+    batches: list[str] = Field(
+        default=[],
+        description="Ids of the only batches that the worker serves: dedicated capacity. Empty: any batch.",
+    )
+
+
+def job_name(model_name: str) -> str:
+    """Return the name of a model's worker job: Dagster takes letters, digits and `_` only."""
+    return f"gpu_worker_{re.sub(r'[^A-Za-z0-9]', '_', model_name)}"
+
+
+def pool_name(model_name: str) -> str:
+    """Return the name of a model's pool."""
+    return model_name
+
+
+def gpu_worker_job(model_name: str, model: Model) -> dg.JobDefinition:
+    """Return the job of a model's workers."""
+
+    @dg.op(
+        name=job_name(model_name),
+        pool=pool_name(model_name),
+        description=f"Run chunks on {model_name} until there is no work, or the worker is told to leave.",
+        out=dg.Out(dg.Nothing),
+        tags={"kind": "vllm"},
+    )
+    def gpu_worker(context: dg.OpExecutionContext, config: WorkerConfig, service: Service) -> None:
+        parts = service.open()
+
+        def report_drained(batch_id: str) -> None:
+            context.log_event(chunk_results_event(parts.ledger, batch_id))
+
+        report = worker.serve(
+            parts.settings,
+            model_name,
+            run_id=context.run_id,
+            ledger=parts.ledger,
+            store=parts.store,
+            only_batches=config.batches,
+            on_batch_drained=report_drained,
+        )
+        context.log.info(
+            f"worker left ({report.ended}): {report.chunks} chunks, {report.requests} requests, "
+            f"{report.output_tokens} tokens generated in {report.seconds:.0f} s"
+        )
+        if report.ended == "signal":
+            # Dagster asked for it (a termination, or a preempted pod): the run ends as cancelled, not as a success.
+            raise dg.DagsterExecutionInterruptedError
+
+    @dg.job(
+        name=job_name(model_name),
+        description=(
+            f"One GPU worker of {model_name}: launched by the sensor where there is backlog, or by hand (with batch "
+            "ids as dedicated capacity). Terminating the run hands its unfinished work back."
+        ),
+        executor_def=dg.in_process_executor,
+        tags={"batch_pipeline/model": model_name, "batch_pipeline/group": GROUP, **worker_tags(model_name, model)},
+    )
+    def run_worker() -> None:
+        gpu_worker()
+
+    return run_worker

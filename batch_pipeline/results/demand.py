@@ -1,0 +1,117 @@
+"""An operator's demand for the chunks of a batch: want them, wait for them, sum them up."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import msgspec
+
+from batch_pipeline.errors import NotAllowedInState
+from batch_pipeline.ledger import Ledger
+from batch_pipeline.ledger.records import BatchStatus, ChunkState
+
+POLL_SECONDS = 2.0
+_PAGE = 1000
+
+
+class ChunkSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """A batch's chunks together. Tokens, requests and chunks are counts."""
+
+    customer: str
+    committed: int
+    stopped: int
+    open: int
+    completed: int
+    failed: int
+    input_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    attempts: int
+    """Leases of all chunks together; as many as chunks where nothing was repeated."""
+    workers: list[str]
+    engine_versions: list[str]
+    model_versions: list[str]
+    result_hashes: list[str]
+    """sha256 of each committed chunk's result object, in chunk order."""
+
+
+def want(batch_ids: list[str], ledger: Ledger, *, priority: int, actor: str) -> list[str]:
+    """Make the ledger want what is missing of these batches; returns those that are not done yet.
+
+    Raises NotFound for an unknown batch, NotAllowedInState for one whose results are final without all of its chunks (a
+    status never goes backwards, I6). Killed half-way: the batches seen so far are wanted; again is harmless.
+    """
+    waiting = []
+    for batch_id in batch_ids:
+        batch = ledger.batches.get(batch_id)
+        if batch.status.is_final:
+            if batch.status != BatchStatus.COMPLETED:
+                raise NotAllowedInState(
+                    f"batch {batch_id} is {batch.status}, its results are final: submit what is missing as a new batch"
+                )
+            continue
+        ledger.chunks.want_again(batch_id, actor)
+        if batch.priority != priority:
+            ledger.batches.set_priority(batch_id, priority, actor)
+        waiting.append(batch_id)
+    return waiting
+
+
+def wait(batch_ids: list[str], ledger: Ledger, timeout_seconds: float) -> Iterator[str]:
+    """Yield each batch once all of its chunks have stopped, in the order in which that happens.
+
+    Looks at the ledger every two seconds, at one query per waiting batch. Raises TimeoutError naming what is left.
+    """
+    waiting = list(batch_ids)
+    ends_at = time.monotonic() + timeout_seconds
+    pause = threading.Event()
+    while waiting:
+        done = [batch_id for batch_id in waiting if _has_stopped(batch_id, ledger)]
+        yield from done
+        waiting = [batch_id for batch_id in waiting if batch_id not in done]
+        if waiting and time.monotonic() > ends_at:
+            raise TimeoutError(f"after {timeout_seconds:.0f} s the chunks of {', '.join(waiting[:5])} are still open")
+        if waiting:
+            pause.wait(POLL_SECONDS)
+
+
+def _has_stopped(batch_id: str, ledger: Ledger) -> bool:
+    batch = ledger.batches.get(batch_id)
+    merging = batch.status == BatchStatus.FINALIZING or batch.outcome == BatchStatus.FAILED
+    return batch.status.is_final or merging
+
+
+def summarise(batch_id: str, ledger: Ledger) -> ChunkSummary:
+    """Return a batch's chunks together. Reads every chunk row of it, a page at a time."""
+    batch = ledger.batches.get(batch_id)
+    lanes = ledger.batches.lanes(batch_id)
+    attempts, workers, engines, models, hashes = 0, set[str](), set[str](), set[str](), list[str]()
+    after = -1
+    while page := ledger.chunks.of(batch_id, after=after, limit=_PAGE):
+        after = page[-1].chunk
+        for chunk in page:
+            attempts += chunk.token
+            if chunk.worker_id is not None:
+                workers.add(chunk.worker_id)
+            if chunk.state == ChunkState.COMMITTED and chunk.result is not None:
+                engines.add(chunk.result.engine_version)
+                models.add(chunk.result.model_version)
+                hashes.append(chunk.result.sha256)
+    return ChunkSummary(
+        customer=batch.customer,
+        committed=sum(lane.committed for lane in lanes),
+        stopped=sum(lane.stopped for lane in lanes),
+        open=sum(lane.pending + lane.leased for lane in lanes),
+        completed=sum(lane.completed for lane in lanes),
+        failed=sum(lane.failed for lane in lanes),
+        input_tokens=sum(lane.input_tokens for lane in lanes),
+        cached_tokens=sum(lane.cached_tokens for lane in lanes),
+        output_tokens=sum(lane.output_tokens for lane in lanes),
+        attempts=attempts,
+        workers=sorted(workers),
+        engine_versions=sorted(engines),
+        model_versions=sorted(models),
+        result_hashes=hashes,
+    )

@@ -1,0 +1,58 @@
+"""Moves batches on: takes back leases that ran out, expires what is late, requests merges, shows statuses."""
+
+from __future__ import annotations
+
+import dagster as dg
+from dagster._core.definitions.unresolved_asset_job_definition import UnresolvedAssetJobDefinition
+
+from batch_pipeline.results import outbox
+from batch_pipeline.settings import Settings
+from resources import Parts, Service
+from sensors.runs import partitions_under_way, pause_seconds
+
+
+def batch_progress_sensor(settings: Settings, merge_job: UnresolvedAssetJobDefinition) -> dg.SensorDefinition:
+    """Return the sensor that moves batches on."""
+
+    @dg.sensor(
+        name="batch_progress",
+        job=merge_job,
+        minimum_interval_seconds=settings.scheduling.sensor_interval_seconds,
+        default_status=dg.DefaultSensorStatus.RUNNING,
+        description=(
+            "Takes back leases that have run out, stops batches that are past their deadline, requests the merge of "
+            "those whose chunks have all stopped, and keeps every status.json in the outbox true."
+        ),
+    )
+    def batch_progress(context: dg.SensorEvaluationContext, service: Service) -> dg.SensorResult | dg.SkipReason:
+        parts = service.open()
+        limit = settings.scheduling.sensor_batch
+        freed = parts.ledger.chunks.expire_leases()
+        expired = parts.ledger.batches.expire_due()
+        parts.ledger.batches.settle_all()
+        requests = _merge_runs(context.instance, parts, merge_job.name, limit)
+        shown = outbox.publish_due(ledger=parts.ledger, store=parts.store, settings=parts.settings)
+        if not requests:
+            return dg.SkipReason(f"{freed} leases ran out, {len(expired)} batches expired, {shown} statuses written")
+        return dg.SensorResult(run_requests=requests)
+
+    return batch_progress
+
+
+def _merge_runs(instance: dg.DagsterInstance, parts: Parts, job_name: str, limit: int) -> list[dg.RunRequest]:
+    busy = partitions_under_way(instance, job_name)
+    requests = []
+    for batch in parts.ledger.batches.awaiting_merge(limit):
+        if batch.batch_id in busy:
+            continue
+        pause = pause_seconds(batch.merge_attempts, parts.settings.scheduling.retry_run_seconds)
+        attempt = parts.ledger.batches.note_merge_requested(batch.batch_id, pause)
+        requests.append(
+            dg.RunRequest(
+                run_key=f"merge:{batch.batch_id}:{attempt}",
+                job_name=job_name,
+                partition_key=batch.batch_id,
+                tags={"batch_pipeline/customer": batch.customer, "batch_pipeline/name": batch.name},
+            )
+        )
+    return requests

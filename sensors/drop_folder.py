@@ -1,0 +1,68 @@
+"""The drop folder: takes what customers have put there, and requests the intake of every batch that awaits it.
+
+The ledger says which batches await intake, whichever door they came through; so whatever crashes between taking a file
+and its run, the next tick goes on from there, and a run that failed is requested again after a pause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import dagster as dg
+from dagster._core.definitions.unresolved_asset_job_definition import UnresolvedAssetJobDefinition
+
+from assets.partitions import batches
+from assets.uploads import upload_event
+from batch_pipeline.intake import drop
+from batch_pipeline.ledger.records import Batch
+from batch_pipeline.settings import Settings
+from resources import Parts, Service
+from sensors.runs import partitions_under_way, pause_seconds
+
+
+def drop_folder_sensor(settings: Settings, intake_job: UnresolvedAssetJobDefinition) -> dg.SensorDefinition:
+    """Return the sensor of the drop folder."""
+
+    @dg.sensor(
+        name="drop_folder",
+        job=intake_job,
+        minimum_interval_seconds=settings.scheduling.sensor_interval_seconds,
+        default_status=dg.DefaultSensorStatus.RUNNING,
+        description=(
+            "Takes the files that customers dropped into inbox/CUSTOMER/ and requests the intake of every batch that "
+            f"awaits it, at most {settings.scheduling.sensor_batch} of each in a tick."
+        ),
+    )
+    def drop_folder(context: dg.SensorEvaluationContext, service: Service) -> dg.SensorResult | dg.SkipReason:
+        parts = service.open()
+        limit = settings.scheduling.sensor_batch
+        taken = drop.take_drops(ledger=parts.ledger, store=parts.store, settings=parts.settings, limit=limit)
+        busy = partitions_under_way(context.instance, intake_job.name)
+        due = [batch for batch in parts.ledger.batches.awaiting_intake(limit) if batch.batch_id not in busy]
+        if not due:
+            return dg.SkipReason(f"took {len(taken)} files; no batch awaits intake")
+        return _intake_runs(context.instance, parts, due, intake_job.name)
+
+    return drop_folder
+
+
+def _intake_runs(instance: dg.DagsterInstance, parts: Parts, due: Sequence[Batch], job_name: str) -> dg.SensorResult:
+    known = set(instance.get_dynamic_partitions(batches.name or "batches")) if due else set()
+    requests = []
+    for batch in due:
+        pause = pause_seconds(batch.intake_attempts, parts.settings.scheduling.retry_run_seconds)
+        attempt = parts.ledger.batches.note_intake_requested(batch.batch_id, pause)
+        requests.append(
+            dg.RunRequest(
+                run_key=f"intake:{batch.batch_id}:{attempt}",
+                job_name=job_name,
+                partition_key=batch.batch_id,
+                tags={"batch_pipeline/customer": batch.customer, "batch_pipeline/name": batch.name},
+            )
+        )
+    new = [batch for batch in due if batch.batch_id not in known]
+    return dg.SensorResult(
+        run_requests=requests,
+        dynamic_partitions_requests=[batches.build_add_request([batch.batch_id for batch in new])] if new else [],
+        asset_events=[upload_event(batch) for batch in new],
+    )

@@ -1,0 +1,32 @@
+"""What sensors share: which runs are under way, and the pause before one that failed is requested again."""
+
+from __future__ import annotations
+
+import dagster as dg
+from dagster import DagsterRunStatus, RunsFilter
+
+UNDER_WAY = [
+    DagsterRunStatus.QUEUED,
+    DagsterRunStatus.NOT_STARTED,
+    DagsterRunStatus.STARTING,
+    DagsterRunStatus.STARTED,
+    DagsterRunStatus.CANCELING,
+]
+PARTITION_TAG = "dagster/partition"
+LONGEST_PAUSE_SECONDS = 600.0
+
+
+def partitions_under_way(instance: dg.DagsterInstance, job_name: str) -> set[str]:
+    """Return the partitions for which a run of this job is queued or running."""
+    runs = instance.get_runs(RunsFilter(job_name=job_name, statuses=UNDER_WAY))
+    return {run.tags[PARTITION_TAG] for run in runs if PARTITION_TAG in run.tags}
+
+
+def count_under_way(instance: dg.DagsterInstance, job_name: str) -> int:
+    """Return how many runs of this job are queued or running."""
+    return instance.get_runs_count(RunsFilter(job_name=job_name, statuses=UNDER_WAY))
+
+
+def pause_seconds(attempts: int, first: float) -> float:
+    """Return the pause before a step's run is requested again after so many requests: doubling, at most 10 minutes."""
+    return min(first * 2.0 ** min(attempts, 16), LONGEST_PAUSE_SECONDS)
