@@ -1,0 +1,110 @@
+"""Bringing the final files of a batch into a local folder.
+
+    download all under temporary names ──> compare each with the manifest's sha256 ──> rename; manifest.json comes last
+
+A folder that holds manifest.json holds the whole of that batch's files. Killed before the renames, only files with names
+like `.output.jsonl.BATCH.partial` are left, which the next call replaces; killed between the renames there is no
+manifest.json, and the next call brings it all again. The same call again is harmless.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from batch_pipeline.errors import CustomerError, NotAllowedInState, ProofFailed
+from batch_pipeline.ledger.records import Batch
+from batch_pipeline.results import manifest as manifests
+from batch_pipeline.store import ObjectStore
+from batch_pipeline.wire import codes
+
+OUTPUT, ERRORS, MANIFEST = "output.jsonl", "errors.jsonl", "manifest.json"
+
+
+class Collected(NamedTuple):
+    """The files that are in the folder now; None for one that the batch does not have."""
+
+    output: Path | None
+    errors: Path | None
+    manifest: Path
+
+    @property
+    def files(self) -> list[Path]:
+        """The files that there are."""
+        return [file for file in self if file is not None]
+
+
+class _Origin(msgspec.Struct):
+    batch_id: str
+
+
+def collect(batch: Batch, folder: Path, store: ObjectStore, *, overwrite: bool = False) -> Collected:
+    """Download the final files of a batch into `folder`, which is created where it is missing.
+
+    Raises NotAllowedInState where the batch has no final files yet; CustomerError where the folder holds files of the
+    same names that are not this batch's, unless `overwrite`; ProofFailed where what arrived is not what the manifest
+    says; StoreError; OSError.
+    """
+    if not batch.status.is_final or batch.manifest_key is None:
+        raise NotAllowedInState(
+            f"batch {batch.batch_id} is {batch.status}: its results are there once it is completed, failed, expired or "
+            "cancelled"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    if not overwrite:
+        _refuse_others(folder, batch.batch_id)
+    data = store.get(batch.manifest_key)
+    facts = manifests.decode(data)
+    wanted = {OUTPUT: (batch.output_key, facts.output), ERRORS: (batch.error_key, facts.errors)}
+    try:
+        for name, (key, expected) in wanted.items():
+            if key is not None:
+                store.download(key, _partial(folder, name, batch))
+                _compare(_partial(folder, name, batch), key, expected)
+        _partial(folder, MANIFEST, batch).write_bytes(data)
+        (folder / MANIFEST).unlink(missing_ok=True)
+        for name, (key, _) in wanted.items():
+            if key is not None:
+                _partial(folder, name, batch).replace(folder / name)
+            else:
+                (folder / name).unlink(missing_ok=True)
+        _partial(folder, MANIFEST, batch).replace(folder / MANIFEST)
+    finally:
+        for name in (OUTPUT, ERRORS, MANIFEST):
+            _partial(folder, name, batch).unlink(missing_ok=True)
+    return Collected(
+        output=folder / OUTPUT if batch.output_key else None,
+        errors=folder / ERRORS if batch.error_key else None,
+        manifest=folder / MANIFEST,
+    )
+
+
+def _partial(folder: Path, name: str, batch: Batch) -> Path:
+    return folder / f".{name}.{batch.batch_id}.partial"
+
+
+def _compare(file: Path, key: str, expected: manifests.FileFacts | None) -> None:
+    with file.open("rb") as opened:
+        sha256 = hashlib.file_digest(opened, "sha256").hexdigest()
+    if expected is None or expected.sha256 != sha256:
+        said = "does not name it" if expected is None else f"says {expected.sha256}"
+        raise ProofFailed([f"{key} has the sha256 {sha256}, but its manifest {said}: run `verify`"])
+
+
+def _refuse_others(folder: Path, batch_id: str) -> None:
+    there = [name for name in (OUTPUT, ERRORS, MANIFEST) if (folder / name).exists()]
+    if not there:
+        return
+    try:
+        origin = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=_Origin).batch_id
+    except (FileNotFoundError, msgspec.DecodeError):
+        origin = None
+    if origin != batch_id:
+        whose = f"of {origin}" if origin else "of unknown origin"
+        raise CustomerError(
+            codes.INVALID_OPTION,
+            f"{folder} holds {', '.join(there)} {whose}: choose another folder, or pass --overwrite",
+        )
