@@ -7,6 +7,8 @@
     batches/BATCH/chunks/NNNNNNNN/input.parquet              the requests of a chunk, in the order in which they run
     batches/BATCH/chunks/NNNNNNNN/TTTTTT-NONCE/...           what one attempt wrote: parts (checkpoints) and its result
     batches/BATCH/final/{output.jsonl, errors.jsonl, manifest.json}
+    batches/BATCH/rebuild/NONCE/...                          final files made again, until they are proved to be the same
+    doctor/NONCE                                             written and removed again by `doctor`
 
 Numbers have a fixed width, because stores disagree on the order of a listing (FACTS: SeaweedFS lists in tree order).
 Customer and name are checked against `ids` before they become part of a key, so no key can leave its folder (I8).
@@ -62,3 +64,13 @@ def attempt(batch_id: str, chunk: int, token: int, nonce: str) -> str:
 def final(batch_id: str, file: str) -> str:
     """Return the key of a final file."""
     return f"{batch(batch_id)}final/{file}"
+
+
+def probe(nonce: str) -> str:
+    """Return the key of an object that `doctor` writes and removes again."""
+    return f"doctor/{nonce}"
+
+
+def rebuild(batch_id: str, nonce: str) -> str:
+    """Return the prefix under which one rebuild of the final files lies until it is proved."""
+    return f"{batch(batch_id)}rebuild/{nonce}/"
