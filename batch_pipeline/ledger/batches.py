@@ -16,19 +16,19 @@ from batch_pipeline.errors import NotAllowedInState, NotFound, ProofFailed
 from batch_pipeline.ledger import events, records, rows
 from batch_pipeline.ledger.database import Database, Transaction
 from batch_pipeline.ledger.records import Batch, BatchStatus, ChunkState, Lane, OnInvalid
-from batch_pipeline.ledger.schema import batches, chunks, lanes
+from batch_pipeline.ledger.schema import batches, chunks, is_open, is_undecided, is_unshown, lanes
 from batch_pipeline.ledger.transitions import (
     ensure_customer,
     insert_for,
     join_queue,
     lock_batch,
+    queue_floor,
     settle,
     stop_pending,
     update_batch,
 )
 
 _STOPPED_STATE = {BatchStatus.CANCELLED: ChunkState.CANCELLED, BatchStatus.EXPIRED: ChunkState.EXPIRED}
-_OPEN = [BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS, BatchStatus.FINALIZING, BatchStatus.CANCELLING]
 
 
 class Batches:
@@ -100,7 +100,11 @@ class Batches:
         )
         _insert_chunks(tx, batch, result.chunks, state)
         detail = f"{in_chunks} requests in {len(result.chunks)} chunks, {result.invalid} invalid"
-        events.record(tx, batch.batch_id, str(status), actor, run_id=run_id, detail=detail)
+        if status == BatchStatus.IN_PROGRESS:
+            event = "in_progress"
+        else:
+            event = "failing" if outcome == BatchStatus.FAILED else "validated"
+        events.record(tx, batch.batch_id, event, actor, run_id=run_id, detail=detail)
         settle(tx, lock_batch(tx, batch.batch_id), actor)
 
     def cancel(self, batch_id: str, *, customer: str | None = None, actor: str = "operator") -> Batch:
@@ -134,15 +138,7 @@ class Batches:
 
         Their leased chunks stop when their worker hears of it or their lease runs out. Returns the batches' ids.
         """
-        due = (
-            sa.select(batches.c.batch_id)
-            .where(
-                batches.c.status.in_([BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS]),
-                batches.c.outcome.is_(None),
-            )
-            .order_by(batches.c.batch_id)
-            .limit(limit)
-        )
+        due = sa.select(batches.c.batch_id).where(is_undecided).order_by(batches.c.deadline_at).limit(limit)
         with self._database.read() as tx:
             found = list(tx.connection.execute(due.where(batches.c.deadline_at <= tx.now)).scalars())
         return [batch_id for batch_id in found if self._expire(batch_id, actor)]
@@ -172,6 +168,7 @@ class Batches:
             sa.select(batches.c.batch_id)
             .outerjoin(lanes, lanes.c.batch_id == batches.c.batch_id)
             .where(
+                is_open,
                 batches.c.status.in_([BatchStatus.IN_PROGRESS, BatchStatus.CANCELLING]),
                 batches.c.input_sha256.is_not(None),
             )
@@ -255,8 +252,8 @@ class Batches:
         return self._due((batches.c.status == BatchStatus.FINALIZING) | failed, limit)
 
     def _due(self, where: sa.ColumnElement[bool], limit: int) -> list[Batch]:
-        # The first condition repeats the index's own, so that finished batches are never looked at.
-        query = rows.BATCH.where(batches.c.status.in_(_OPEN), where).order_by(batches.c.created_at).limit(limit)
+        # The first condition is the index's own, so that finished batches are never looked at.
+        query = rows.BATCH.where(is_open, where).order_by(batches.c.created_at).limit(limit)
         with self._database.read() as tx:
             found = tx.connection.execute(query.where(batches.c.run_due_at <= tx.now))
             return [rows.batch(row) for row in found]
@@ -290,13 +287,14 @@ class Batches:
             events.record(tx, batch_id, "priority", actor, detail=str(priority))
             return _get(tx, batch_id)
 
-    def publishable(self, limit: int = 200) -> list[tuple[str, str]]:
-        """Return (batch id, what its status.json shows) of batches that are open, or whose end is not shown yet."""
-        shown_end = sa.literal("final")
+    def publishable(self, limit: int = 200, after: str = "") -> list[tuple[str, str]]:
+        """Return a page of (batch id, what its status.json shows) of batches that are open, or whose end is not shown
+        yet: those with an id above `after`, in the order of their ids. Go on from the last id, and from "" at the end.
+        """
         query = (
             sa.select(batches.c.batch_id, batches.c.published)
-            .where(batches.c.status.in_(_OPEN) | (batches.c.published != shown_end))
-            .order_by(batches.c.created_at)
+            .where(is_unshown, batches.c.batch_id > after)
+            .order_by(batches.c.batch_id)
             .limit(limit)
         )
         with self._database.read() as tx:
@@ -323,11 +321,11 @@ def _insert_chunks(tx: Transaction, batch: Any, new: list[records.NewChunk], sta
         [{**msgspec.structs.asdict(chunk), "batch_id": batch.batch_id, "state": state} for chunk in new],
     )
     pending = state == ChunkState.PENDING
-    for model in sorted({chunk.model for chunk in new}):
+    models = sorted({chunk.model for chunk in new})
+    floors = {model: queue_floor(tx, batch.customer, model) for model in models if pending}
+    for model in models:
         of_model = [chunk for chunk in new if chunk.model == model]
         tokens = sum(chunk.prompt_tokens + chunk.max_output_tokens for chunk in of_model)
-        if pending:
-            join_queue(tx, batch.customer, model)
         tx.connection.execute(
             lanes.insert().values(
                 batch_id=batch.batch_id,
@@ -338,6 +336,8 @@ def _insert_chunks(tx: Transaction, batch: Any, new: list[records.NewChunk], sta
                 pending_tokens=tokens if pending else 0,
             )
         )
+    for model, floor in floors.items():
+        join_queue(tx, batch.customer, model, floor)
 
 
 def _finish(tx: Transaction, batch: Any, files: records.FinalFiles, run_id: str | None, actor: str) -> None:

@@ -55,7 +55,10 @@ class Database:
         self.is_sqlite = self.engine.dialect.name == "sqlite"
 
     def set_up(self) -> None:
-        """Create what is missing; safe in several processes at once. Raises OperatorError on tables of another version."""
+        """Create what is missing; safe in several processes at once.
+
+        Raises OperatorError on tables of another version.
+        """
         with self.engine.begin() as connection:
             if not self.is_sqlite:
                 connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_SET_UP_LOCK)))

@@ -8,7 +8,7 @@ from batch_pipeline.ledger.batches import Batches
 from batch_pipeline.ledger.chunks import Chunks
 from batch_pipeline.ledger.database import Clock, Database
 from batch_pipeline.ledger.events import Events
-from batch_pipeline.ledger.schema import batches, lanes
+from batch_pipeline.ledger.schema import batches, is_open, lanes
 from batch_pipeline.ledger.workers import Workers
 from batch_pipeline.scheduling.placement import Backlog
 from batch_pipeline.settings import Settings
@@ -60,6 +60,7 @@ class Ledger:
             )
             .join(batches, batches.c.batch_id == lanes.c.batch_id)
             .where(
+                is_open,
                 batches.c.status == "in_progress",
                 batches.c.outcome.is_(None),
                 (lanes.c.pending + lanes.c.leased) > 0,

@@ -1,7 +1,11 @@
 """The tables. Times are UTC seconds since the epoch by the database's clock; lists and tables of a row are JSON text.
 
 Locks are always taken in the order batches, chunks, lanes, service, and rows of one table in the order of their keys,
-so that no two transactions wait for each other. A commit touches its chunk and its lane, never the batch's row.
+so that no two transactions wait for each other. A commit touches its chunk and its lane, never the batch's row. Lanes
+and service are the rows that many transactions want: they are written last.
+
+The conditions of the partial indexes are written out as literals, here and in every query that is to use them: neither
+database can prove that a parameter implies them.
 """
 
 from __future__ import annotations
@@ -72,9 +76,19 @@ batches = sa.Table(
     sa.Column("merge_run_id", sa.String(64), comment="The run that finished the batch"),
     sa.Column("run_due_at", sa.Double, nullable=False, default=0.0, comment="Earliest time of the next run request"),
 )
-_open = batches.c.status.in_(["validating", "in_progress", "finalizing", "cancelling"])
-sa.Index("batches_open", batches.c.created_at, postgresql_where=_open, sqlite_where=_open)
-sa.Index("batches_by_customer", batches.c.customer, batches.c.name, batches.c.created_at)
+is_open = batches.c.status.in_(
+    [sa.literal_column(f"'{status}'") for status in ("validating", "in_progress", "finalizing", "cancelling")]
+)
+"""Batches without a final status."""
+is_undecided = batches.c.outcome.is_(None)
+"""Batches whose chunks may be leased, or are still to be made."""
+is_unshown = batches.c.published != sa.literal_column("'final'")
+"""Batches whose status.json does not show their end yet."""
+sa.Index("batches_open", batches.c.created_at, postgresql_where=is_open, sqlite_where=is_open)
+sa.Index("batches_undecided", batches.c.deadline_at, postgresql_where=is_undecided, sqlite_where=is_undecided)
+sa.Index("batches_unshown", batches.c.batch_id, postgresql_where=is_unshown, sqlite_where=is_unshown)
+sa.Index("batches_by_name", batches.c.customer, batches.c.name, batches.c.created_at)
+sa.Index("batches_by_customer", batches.c.customer, batches.c.created_at)
 sa.Index("batches_by_time", batches.c.created_at)
 
 chunks = sa.Table(
@@ -100,17 +114,17 @@ chunks = sa.Table(
     sa.Column("committed_at", sa.Double),
     sa.Column("last_error", sa.Text, comment="Why the newest lease ended without a commit"),
 )
-_pending = chunks.c.state == sa.literal_column("'pending'")
-_leased = chunks.c.state == sa.literal_column("'leased'")
+is_pending = chunks.c.state == sa.literal_column("'pending'")
+is_leased = chunks.c.state == sa.literal_column("'leased'")
 sa.Index(
     "chunks_pending",
     chunks.c.batch_id,
     chunks.c.model,
     chunks.c.chunk,
-    postgresql_where=_pending,
-    sqlite_where=_pending,
+    postgresql_where=is_pending,
+    sqlite_where=is_pending,
 )
-sa.Index("chunks_leased", chunks.c.expires_at, postgresql_where=_leased, sqlite_where=_leased)
+sa.Index("chunks_leased", chunks.c.expires_at, postgresql_where=is_leased, sqlite_where=is_leased)
 
 lanes = sa.Table(
     "lanes",
@@ -130,8 +144,8 @@ lanes = sa.Table(
     sa.Column("output_tokens", sa.BigInteger, nullable=False, default=0),
     sa.Column("revision", sa.BigInteger, nullable=False, default=1),
 )
-_waiting = lanes.c.pending > sa.literal_column("0")
-sa.Index("lanes_waiting", lanes.c.model, postgresql_where=_waiting, sqlite_where=_waiting)
+is_waiting = lanes.c.pending > sa.literal_column("0")
+sa.Index("lanes_waiting", lanes.c.model, postgresql_where=is_waiting, sqlite_where=is_waiting)
 
 service = sa.Table(
     "service",

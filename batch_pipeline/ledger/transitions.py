@@ -12,17 +12,26 @@ import sqlalchemy as sa
 from batch_pipeline.ledger import events
 from batch_pipeline.ledger.database import Transaction
 from batch_pipeline.ledger.records import BatchStatus, ChunkState, Part
-from batch_pipeline.ledger.schema import batches, chunks, customers, lanes, service
+from batch_pipeline.ledger.schema import batches, chunks, customers, is_pending, is_waiting, lanes, service
 
 
-def update_lane(tx: Transaction, batch_id: str, model: str, **changes: int) -> None:
-    """Add `changes` to the sums of a lane."""
+def update_lane(tx: Transaction, batch_id: str, model: str, **changes: int) -> int:
+    """Add `changes` to the sums of a lane; returns its chunks that are pending or leased now."""
     values = {name: lanes.c[name] + change for name, change in changes.items()}
-    tx.connection.execute(
-        lanes.update()
-        .where(lanes.c.batch_id == batch_id, lanes.c.model == model)
-        .values(revision=lanes.c.revision + 1, **values)
+    return int(
+        tx.connection.execute(
+            lanes.update()
+            .where(lanes.c.batch_id == batch_id, lanes.c.model == model)
+            .values(revision=lanes.c.revision + 1, **values)
+            .returning(lanes.c.pending + lanes.c.leased)
+        ).scalar_one()
     )
+
+
+def open_chunks(tx: Transaction, batch_id: str) -> int:
+    """Return a batch's chunks that are pending or leased."""
+    query = sa.select(sa.func.sum(lanes.c.pending + lanes.c.leased)).where(lanes.c.batch_id == batch_id)
+    return int(tx.connection.execute(query).scalar_one() or 0)
 
 
 def lock_batch(tx: Transaction, batch_id: str) -> Any:
@@ -43,7 +52,7 @@ def stop_pending(tx: Transaction, batch_id: str, state: ChunkState, actor: str) 
     """pending -> cancelled | expired, for all pending chunks of a batch whose row is locked."""
     stopped = tx.connection.execute(
         chunks.update()
-        .where(chunks.c.batch_id == batch_id, chunks.c.state == ChunkState.PENDING)
+        .where(chunks.c.batch_id == batch_id, is_pending)
         .values(state=state)
         .returning(chunks.c.chunk, chunks.c.model, chunks.c.prompt_tokens + chunks.c.max_output_tokens)
     ).all()
@@ -51,9 +60,9 @@ def stop_pending(tx: Transaction, batch_id: str, state: ChunkState, actor: str) 
     for _, model, tokens in stopped:
         count, total = by_model.get(model, (0, 0))
         by_model[model] = (count + 1, total + tokens)
+    events.record_all(tx, [chunk_event(tx, batch_id, row[0], state, actor) for row in sorted(stopped)])
     for model, (count, total) in sorted(by_model.items()):
         update_lane(tx, batch_id, model, pending=-count, stopped=count, pending_tokens=-total)
-    events.record_all(tx, [chunk_event(tx, batch_id, row[0], state, actor) for row in sorted(stopped)])
 
 
 def settle(tx: Transaction, batch: Any, actor: str) -> bool:
@@ -63,12 +72,7 @@ def settle(tx: Transaction, batch: Any, actor: str) -> bool:
     """
     if batch.status not in (BatchStatus.IN_PROGRESS, BatchStatus.CANCELLING) or batch.input_sha256 is None:
         return False
-    open_chunks = tx.connection.execute(
-        sa.select(sa.func.coalesce(sa.func.sum(lanes.c.pending + lanes.c.leased), 0)).where(
-            lanes.c.batch_id == batch.batch_id
-        )
-    ).scalar_one()
-    if open_chunks:
+    if open_chunks(tx, batch.batch_id):
         return False
     outcome = batch.outcome or BatchStatus.COMPLETED
     update_batch(
@@ -83,32 +87,46 @@ def settle(tx: Transaction, batch: Any, actor: str) -> bool:
     return True
 
 
-def join_queue(tx: Transaction, customer: str, model: str) -> None:
-    """Lift a customer that comes back to a model's queue to the least served one that waits there: no credit is saved
-    up.
+def queue_floor(tx: Transaction, customer: str, model: str) -> float | None:
+    """Return the service that a customer has at least once it comes to a model's queue; None where it waits already.
+
+    It is that of the least served customer that waits there, so that nobody saves up credit by staying away. Where
+    nobody waits it is the most that anybody has had: who was served alone was ahead of no one, and owes nothing to the
+    next that comes. (The virtual time of start-time fair queueing.) Read it before the chunks are counted as pending,
+    and hand it to `join_queue` after. Cost: the waiting lanes of the model.
     """
-    waiting = (
-        sa.select(sa.func.min(service.c.tokens))
+    others, own = tx.connection.execute(
+        sa.select(
+            sa.func.min(sa.case((batches.c.customer != customer, service.c.tokens))),
+            sa.func.count(sa.case((batches.c.customer == customer, 1))),
+        )
         .select_from(
-            service.join(batches, batches.c.customer == service.c.customer).join(
-                lanes, (lanes.c.batch_id == batches.c.batch_id) & (lanes.c.model == service.c.model)
+            lanes.join(batches, batches.c.batch_id == lanes.c.batch_id).join(
+                service, (service.c.model == lanes.c.model) & (service.c.customer == batches.c.customer)
             )
         )
-        .where(service.c.model == model, (lanes.c.pending + lanes.c.leased) > 0)
+        .where(lanes.c.model == model, is_waiting)
+    ).one()
+    if own:
+        return None
+    if others is None:
+        others = tx.connection.execute(
+            sa.select(sa.func.max(service.c.tokens)).where(service.c.model == model)
+        ).scalar_one_or_none()
+    return float(others or 0.0)
+
+
+def join_queue(tx: Transaction, customer: str, model: str, floor: float | None) -> None:
+    """Lift a customer that comes to a model's queue to the floor that `queue_floor` gave; nobody is ever lowered."""
+    if floor is None:
+        return
+    insert = insert_for(tx, service).values(model=model, customer=customer, tokens=floor)
+    tx.connection.execute(insert.on_conflict_do_nothing())
+    tx.connection.execute(
+        service.update()
+        .where(service.c.model == model, service.c.customer == customer, service.c.tokens < floor)
+        .values(tokens=floor)
     )
-    others = tx.connection.execute(waiting.where(service.c.customer != customer)).scalar_one_or_none()
-    own = tx.connection.execute(waiting.where(service.c.customer == customer)).scalar_one_or_none()
-    floor = others if own is None and others is not None else None
-    existing = tx.connection.execute(
-        sa.select(service.c.tokens).where(service.c.model == model, service.c.customer == customer).with_for_update()
-    ).scalar_one_or_none()
-    if existing is None:
-        insert = insert_for(tx, service).values(model=model, customer=customer, tokens=floor or 0.0)
-        tx.connection.execute(insert.on_conflict_do_nothing())
-    elif floor is not None and floor > existing:
-        tx.connection.execute(
-            service.update().where(service.c.model == model, service.c.customer == customer).values(tokens=floor)
-        )
 
 
 def ensure_customer(tx: Transaction, customer: str) -> None:

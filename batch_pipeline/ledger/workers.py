@@ -9,8 +9,9 @@ import sqlalchemy as sa
 from batch_pipeline.errors import NotFound
 from batch_pipeline.ledger import rows
 from batch_pipeline.ledger.database import Database
-from batch_pipeline.ledger.records import ChunkState, HeartbeatReply, LeaseRef, Standing, Worker, WorkerState
-from batch_pipeline.ledger.schema import batches, chunks, workers
+from batch_pipeline.ledger.records import HeartbeatReply, LeaseRef, Standing, Worker, WorkerState
+from batch_pipeline.ledger.schema import batches, chunks, is_leased, workers
+from batch_pipeline.ledger.transitions import insert_for
 
 
 class Workers:
@@ -23,20 +24,19 @@ class Workers:
     def register(
         self, worker_id: str, model: str, run_id: str | None, host: str, batches_only: Sequence[str] = ()
     ) -> None:
-        """Make a worker known, in state starting."""
+        """Make a worker known, in state starting. A worker that is known already stays as it is."""
         with self._database.write() as tx:
-            tx.connection.execute(
-                workers.insert().values(
-                    worker_id=worker_id,
-                    model=model,
-                    run_id=run_id,
-                    host=host,
-                    state=WorkerState.STARTING,
-                    batches=rows.json(list(batches_only)),
-                    started_at=tx.now,
-                    seen_at=tx.now,
-                )
+            insert = insert_for(tx, workers).values(
+                worker_id=worker_id,
+                model=model,
+                run_id=run_id,
+                host=host,
+                state=WorkerState.STARTING,
+                batches=rows.json(list(batches_only)),
+                started_at=tx.now,
+                seen_at=tx.now,
             )
+            tx.connection.execute(insert.on_conflict_do_nothing())
 
     def set_state(self, worker_id: str, state: WorkerState, detail: str | None = None) -> None:
         """Say where the worker is. Raises NotFound where it was never registered."""
@@ -64,7 +64,7 @@ class Workers:
             wanted = sa.tuple_(chunks.c.batch_id, chunks.c.chunk, chunks.c.token).in_([tuple(ref) for ref in refs])
             held = tx.connection.execute(
                 chunks.update()
-                .where(wanted, chunks.c.state == ChunkState.LEASED)
+                .where(wanted, is_leased)
                 .values(expires_at=tx.now + self._lease_seconds)
                 .returning(chunks.c.batch_id, chunks.c.chunk, chunks.c.token)
             ).all()

@@ -1,0 +1,206 @@
+"""pending -> leased: which chunks a worker gets, and what that does to the sums and to the customers' service.
+
+The order is the policy's (`scheduling.order`); here are its snapshot and its effect, in one transaction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import sqlalchemy as sa
+
+from batch_pipeline.ledger import events, rows
+from batch_pipeline.ledger.database import Transaction
+from batch_pipeline.ledger.records import BatchStatus, ChunkState, Lease, LeaseRef
+from batch_pipeline.ledger.schema import batches, chunks, customers, is_pending, is_waiting, lanes, service
+from batch_pipeline.ledger.transitions import chunk_event, update_lane
+from batch_pipeline.scheduling.order import CustomerShare, Pick, WaitingBatch, choose
+
+
+class Taker(NamedTuple):
+    """Who takes leases, of which model, until when."""
+
+    worker_id: str
+    run_id: str | None
+    model: str
+    expires_at: float
+
+
+def lease_chunks(tx: Transaction, taker: Taker, limit: int, only: Sequence[str] | None) -> list[Lease]:
+    """Lease at most `limit` chunks, of the batches in `only` where that is given; fewer only where all others that are
+    pending are being taken by somebody else at this moment.
+    """
+    found = _waiting(tx, taker.model, only)
+    waiting = [row.waiting for row in found.values()]
+    shares = _shares(tx, taker.model, waiting)
+    taken: list[Any] = []
+    while len(taken) < limit:
+        picks = choose(waiting, shares, limit - len(taken))
+        got = {pick.batch_id: _take(tx, taker, pick) for pick in picks}
+        taken += [row for batch_id in got for row in got[batch_id]]
+        # A batch that gives fewer than it seemed to have is being drained by others: its turn goes to the next one.
+        short = {pick.batch_id for pick in picks if len(got[pick.batch_id]) < pick.chunks}
+        if not short:
+            break
+        waiting = [_without(batch, got.get(batch.batch_id, [])) for batch in waiting if batch.batch_id not in short]
+        shares = _charged(shares, found, [row for batch_id in got for row in got[batch_id]])
+    _record(tx, taker, taken)
+    _charge(tx, taker.model, found, taken)
+    return [_lease(row, found[row.batch_id], taker) for row in taken]
+
+
+class _Found(NamedTuple):
+    """A batch with pending chunks, for the policy and for the worker."""
+
+    waiting: WaitingBatch
+    endpoint: str
+
+
+def _waiting(tx: Transaction, model: str, only: Sequence[str] | None) -> dict[str, _Found]:
+    query = (
+        sa.select(
+            batches.c.batch_id,
+            batches.c.customer,
+            batches.c.endpoint,
+            batches.c.priority,
+            batches.c.deadline_at,
+            batches.c.created_at,
+            lanes.c.pending,
+            lanes.c.pending_tokens,
+        )
+        .join(batches, batches.c.batch_id == lanes.c.batch_id)
+        .where(
+            lanes.c.model == model,
+            is_waiting,
+            batches.c.status == BatchStatus.IN_PROGRESS,
+            batches.c.outcome.is_(None),
+            batches.c.deadline_at > tx.now,
+        )
+    )
+    if only:
+        query = query.where(batches.c.batch_id.in_(list(only)))
+    return {
+        row.batch_id: _Found(
+            WaitingBatch(
+                batch_id=row.batch_id,
+                customer=row.customer,
+                pending_chunks=row.pending,
+                pending_tokens=row.pending_tokens,
+                priority=row.priority,
+                deadline_at=row.deadline_at,
+                created_at=row.created_at,
+            ),
+            row.endpoint,
+        )
+        for row in tx.connection.execute(query)
+    }
+
+
+def _shares(tx: Transaction, model: str, waiting: list[WaitingBatch]) -> dict[str, CustomerShare]:
+    names = sorted({batch.customer for batch in waiting})
+    query = (
+        sa.select(customers.c.customer, customers.c.weight, sa.func.coalesce(service.c.tokens, 0.0).label("tokens"))
+        .outerjoin(service, (service.c.customer == customers.c.customer) & (service.c.model == model))
+        .where(customers.c.customer.in_(names))
+    )
+    return {row.customer: CustomerShare(weight=row.weight, served=row.tokens) for row in tx.connection.execute(query)}
+
+
+def _take(tx: Transaction, taker: Taker, pick: Pick) -> list[Any]:
+    """Lock the first free chunks of a batch and lease them; those that somebody else has locked are skipped."""
+    free = (
+        sa.select(chunks.c.chunk)
+        .where(chunks.c.batch_id == pick.batch_id, chunks.c.model == taker.model, is_pending)
+        .order_by(chunks.c.chunk)
+        .limit(pick.chunks)
+        .with_for_update(skip_locked=True)
+    )
+    numbers = list(tx.connection.execute(free).scalars())
+    if not numbers:
+        return []
+    updated = tx.connection.execute(
+        chunks.update()
+        .where(chunks.c.batch_id == pick.batch_id, chunks.c.chunk.in_(numbers))
+        .values(
+            state=ChunkState.LEASED,
+            token=chunks.c.token + 1,
+            worker_id=taker.worker_id,
+            run_id=taker.run_id,
+            expires_at=taker.expires_at,
+        )
+        .returning(chunks)
+    ).all()
+    return sorted(updated, key=lambda row: int(row.chunk))
+
+
+def _record(tx: Transaction, taker: Taker, taken: list[Any]) -> None:
+    """Write the events and move the sums of the lanes, which are locked in the order of their keys."""
+    events.record_all(
+        tx,
+        [
+            chunk_event(tx, row.batch_id, row.chunk, "leased", taker.worker_id, token=row.token, run_id=taker.run_id)
+            for row in taken
+        ],
+    )
+    for batch_id in sorted({row.batch_id for row in taken}):
+        of_batch = [row for row in taken if row.batch_id == batch_id]
+        tokens = sum(_tokens(row) for row in of_batch)
+        update_lane(tx, batch_id, taker.model, pending=-len(of_batch), leased=len(of_batch), pending_tokens=-tokens)
+
+
+def _charge(tx: Transaction, model: str, found: dict[str, _Found], taken: list[Any]) -> None:
+    """Count the leased tokens as service to their customers, over their weights."""
+    weight = sa.select(customers.c.weight).where(customers.c.customer == service.c.customer).scalar_subquery()
+    for customer, tokens in sorted(_by_customer(found, taken).items()):
+        tx.connection.execute(
+            service.update()
+            .where(service.c.model == model, service.c.customer == customer)
+            .values(tokens=service.c.tokens + tokens / weight)
+        )
+
+
+def _charged(shares: dict[str, CustomerShare], found: dict[str, _Found], taken: list[Any]) -> dict[str, CustomerShare]:
+    """Return the shares as they are once `taken` is charged."""
+    tokens = _by_customer(found, taken)
+    return {
+        customer: msgspec.structs.replace(share, served=share.served + tokens.get(customer, 0) / share.weight)
+        for customer, share in shares.items()
+    }
+
+
+def _by_customer(found: dict[str, _Found], taken: list[Any]) -> dict[str, int]:
+    tokens: dict[str, int] = {}
+    for row in taken:
+        customer = found[row.batch_id].waiting.customer
+        tokens[customer] = tokens.get(customer, 0) + _tokens(row)
+    return tokens
+
+
+def _without(batch: WaitingBatch, taken: list[Any]) -> WaitingBatch:
+    return msgspec.structs.replace(
+        batch,
+        pending_chunks=batch.pending_chunks - len(taken),
+        pending_tokens=batch.pending_tokens - sum(_tokens(row) for row in taken),
+    )
+
+
+def _tokens(row: Any) -> int:
+    return int(row.prompt_tokens + row.max_output_tokens)
+
+
+def _lease(row: Any, found: _Found, taker: Taker) -> Lease:
+    return Lease(
+        ref=LeaseRef(row.batch_id, row.chunk, row.token),
+        customer=found.waiting.customer,
+        endpoint=found.endpoint,
+        model=taker.model,
+        input_key=row.input_key,
+        requests=row.requests,
+        parts=rows.parts(row.parts),
+        expires_at=row.expires_at,
+        deadline_at=found.waiting.deadline_at,
+        attempts=row.token,
+        tokens=_tokens(row),
+    )
