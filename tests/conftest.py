@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
@@ -13,10 +12,8 @@ import sqlalchemy as sa
 
 from batch_pipeline import settings as configuration
 from batch_pipeline.embedded import postgres, seaweedfs
+from batch_pipeline.ledger import Ledger
 from batch_pipeline.store import objects
-
-if TYPE_CHECKING:
-    from batch_pipeline.ledger import Ledger
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 MODEL = "smollm2-135m"
@@ -76,11 +73,11 @@ def ledger_url(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def ledger(ledger_url: str) -> Ledger:
+def ledger(ledger_url: str) -> Iterator[Ledger]:
     """An empty ledger: the test runs once on SQLite and once on Postgres."""
-    from batch_pipeline.ledger import Ledger
-
-    return Ledger.open(ledger_url)
+    opened = Ledger.open(ledger_url)
+    yield opened
+    opened.close()
 
 
 @pytest.fixture
