@@ -2,8 +2,8 @@
 
     download all under temporary names ──> compare each with the manifest's sha256 ──> rename; manifest.json comes last
 
-A folder that holds manifest.json holds the whole of that batch's files. Killed before the renames, only files with names
-like `.output.jsonl.BATCH.partial` are left, which the next call replaces; killed between the renames there is no
+A folder that holds manifest.json holds the whole of that batch's files. Killed before the renames, only files with
+names like `.output.jsonl.BATCH.partial` are left, which the next call replaces; killed between the renames there is no
 manifest.json, and the next call brings it all again. The same call again is harmless.
 """
 
@@ -55,7 +55,7 @@ def collect(batch: Batch, folder: Path, store: ObjectStore, *, overwrite: bool =
         )
     folder.mkdir(parents=True, exist_ok=True)
     if not overwrite:
-        _refuse_others(folder, batch.batch_id)
+        _refuse_others(folder, batch)
     data = store.get(batch.manifest_key)
     facts = manifests.decode(data)
     wanted = {OUTPUT: (batch.output_key, facts.output), ERRORS: (batch.error_key, facts.errors)}
@@ -94,15 +94,16 @@ def _compare(file: Path, key: str, expected: manifests.FileFacts | None) -> None
         raise ProofFailed([f"{key} has the sha256 {sha256}, but its manifest {said}: run `verify`"])
 
 
-def _refuse_others(folder: Path, batch_id: str) -> None:
+def _refuse_others(folder: Path, batch: Batch) -> None:
     there = [name for name in (OUTPUT, ERRORS, MANIFEST) if (folder / name).exists()]
-    if not there:
+    # The manifest under its temporary name: a download of this batch was killed while it renamed.
+    if not there or _partial(folder, MANIFEST, batch).exists():
         return
     try:
         origin = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=_Origin).batch_id
     except (FileNotFoundError, msgspec.DecodeError):
         origin = None
-    if origin != batch_id:
+    if origin != batch.batch_id:
         whose = f"of {origin}" if origin else "of unknown origin"
         raise CustomerError(
             codes.INVALID_OPTION,
