@@ -163,17 +163,20 @@ class Batches:
 
     def settle_all(self, limit: int = 100, actor: str = "sweep") -> list[str]:
         """Settle what a worker that died between its commit and its settling left behind; returns the batches' ids."""
-        open_chunks = sa.func.coalesce(sa.func.sum(lanes.c.pending + lanes.c.leased), 0)
+        still_open = (
+            sa.select(lanes.c.batch_id)
+            .where(lanes.c.batch_id == batches.c.batch_id, lanes.c.pending + lanes.c.leased > 0)
+            .exists()
+        )
         query = (
             sa.select(batches.c.batch_id)
-            .outerjoin(lanes, lanes.c.batch_id == batches.c.batch_id)
             .where(
                 is_open,
                 batches.c.status.in_([BatchStatus.IN_PROGRESS, BatchStatus.CANCELLING]),
                 batches.c.input_sha256.is_not(None),
+                ~still_open,
             )
-            .group_by(batches.c.batch_id)
-            .having(open_chunks == 0)
+            .order_by(batches.c.created_at)
             .limit(limit)
         )
         with self._database.read() as tx:

@@ -12,7 +12,16 @@ import sqlalchemy as sa
 from batch_pipeline.ledger import events
 from batch_pipeline.ledger.database import Transaction
 from batch_pipeline.ledger.records import BatchStatus, ChunkState, Part
-from batch_pipeline.ledger.schema import batches, chunks, customers, is_pending, is_waiting, lanes, service
+from batch_pipeline.ledger.schema import (
+    batches,
+    chunks,
+    customers,
+    is_pending,
+    is_undecided,
+    is_waiting,
+    lanes,
+    service,
+)
 
 
 def update_lane(tx: Transaction, batch_id: str, model: str, **changes: int) -> int:
@@ -105,7 +114,7 @@ def queue_floor(tx: Transaction, customer: str, model: str) -> float | None:
                 service, (service.c.model == lanes.c.model) & (service.c.customer == batches.c.customer)
             )
         )
-        .where(lanes.c.model == model, is_waiting)
+        .where(lanes.c.model == model, is_waiting, is_undecided)
     ).one()
     if own:
         return None
