@@ -131,4 +131,5 @@ def _atomic(folder: Path) -> Iterator[Path]:
 
 
 if __name__ == "__main__":
+    make_smollm2(Path(sys.argv[1]))
     make_tiny(Path(sys.argv[1]))
