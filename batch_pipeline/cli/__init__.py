@@ -1,0 +1,15 @@
+"""The command line: submit, watch and check batches; run the parts. Each command calls the domain and prints.
+
+program      the group of commands and what becomes of errors (exit statuses)
+app          what the commands share: configuration, store and ledger, opened when first needed
+batches      submit, status, list, watch, cancel, results
+files        validate: offline
+proofs       verify, audit
+operating    worker, up, down, demo, config
+doctor       doctor: every part, and what to mend
+progress     how batches that run are shown
+"""
+
+from batch_pipeline.cli.program import main
+
+__all__ = ["main"]

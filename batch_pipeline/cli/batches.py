@@ -1,0 +1,206 @@
+"""`submit`, `status`, `list`, `watch`, `cancel` and `results`: a batch from its file to its results."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+from rich.table import Table
+
+from batch_pipeline.cli.app import App, pass_app, print_json
+from batch_pipeline.cli.progress import done, follow, moment, progress, words
+from batch_pipeline.errors import CustomerError
+from batch_pipeline.intake import options, submission
+from batch_pipeline.ledger.records import BatchStatus, Door
+from batch_pipeline.results import collect, outbox
+from batch_pipeline.results.status import StatusDocument, current_status
+from batch_pipeline.wire import codes
+
+_STDIN = "-"
+_POLL_SECONDS = 1.0
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+@click.command()
+@click.argument("file")
+@click.option("--customer", required=True, help="Whose batch it is.")
+@click.option("--name", help="What to call it; the outbox folder gets this name. Default: the file's name.")
+@click.option("--endpoint", default=options.DEFAULT_ENDPOINT, show_default=True, help="The url of its requests.")
+@click.option("--window", help="Time until the deadline: 90m, 24h, 7d. Default: as configured.")
+@click.option("--on-invalid", type=click.Choice(["skip", "fail"]), default="skip", show_default=True)
+@click.option("--metadata", multiple=True, metavar="KEY=VALUE", help="Kept with the batch; may be repeated.")
+@click.option("--idempotency-key", help="Submitting again with the same key returns the same batch.")
+@click.option("--wait", is_flag=True, help="Watch it until its end; the exit status is that of `watch`.")
+@json_option
+@pass_app
+def submit(
+    app: App,
+    *,
+    file: str,
+    customer: str,
+    name: str | None,
+    endpoint: str,
+    window: str | None,
+    on_invalid: str,
+    metadata: tuple[str, ...],
+    idempotency_key: str | None,
+    wait: bool,
+    as_json: bool,
+) -> int:
+    """Hand in FILE, a JSONL file of requests (`-` reads stdin), and print the id of its batch."""
+    chosen = options.choose(
+        app.settings.intake,
+        endpoint=endpoint,
+        window=window,
+        on_invalid=on_invalid,
+        metadata=_pairs(metadata),
+    )
+    if file == _STDIN:
+        with submission.spooled(sys.stdin.buffer, app.settings.intake) as spool:
+            batch_id = _submit(app, spool, customer, name or "stdin", chosen=chosen, key=idempotency_key)
+    else:
+        path = Path(file)
+        called = name or path.name.removesuffix(".jsonl")
+        batch_id = _submit(app, path, customer, called, chosen=chosen, key=idempotency_key)
+    if not wait:
+        if as_json:
+            print_json(_document(app, batch_id))
+        else:
+            click.echo(batch_id)
+        return 0
+    click.echo(batch_id, err=as_json)
+    return _watch(app, batch_id, as_json)
+
+
+@click.command()
+@click.argument("batch_id")
+@json_option
+@pass_app
+def status(app: App, batch_id: str, as_json: bool) -> None:
+    """Print where a batch is: the document that lies in its outbox as status.json."""
+    document = _document(app, batch_id)
+    if as_json:
+        print_json(document)
+    else:
+        _show(app, document)
+
+
+@click.command("list")
+@click.option("--customer", help="Only this customer's.")
+@click.option("--status", "only", type=click.Choice([str(status) for status in BatchStatus]), help="Only those.")
+@click.option("--limit", type=click.IntRange(1, 10_000), default=50, show_default=True)
+@json_option
+@pass_app
+def list_batches(app: App, customer: str | None, only: str | None, limit: int, as_json: bool) -> None:
+    """List batches, newest first."""
+    statuses = [BatchStatus(only)] if only else []
+    found = app.ledger.batches.recent(customer=customer, statuses=statuses, limit=limit)
+    documents = [current_status(batch.batch_id, ledger=app.ledger, settings=app.settings) for batch in found]
+    if as_json:
+        print_json(documents)
+        return
+    table = Table("batch", "customer", "name", "status", "done", "created", box=None, pad_edge=False)
+    for document in documents:
+        count = f"{done(document)}/{document.request_counts.total or '?'}"
+        created = moment(document.created_at)
+        table.add_row(document.id, document.customer, document.name, document.status, count, created)
+    app.console.print(table)
+
+
+@click.command()
+@click.argument("batch_id")
+@json_option
+@pass_app
+def watch(app: App, batch_id: str, as_json: bool) -> int:
+    """Show a batch until its end. Exit status 0 when it has completed, 1 when it failed, expired or was cancelled."""
+    return _watch(app, batch_id, as_json)
+
+
+@click.command()
+@click.argument("batch_id")
+@pass_app
+def cancel(app: App, batch_id: str) -> None:
+    """Cancel a batch: what is finished is returned, the rest ends as cancelled."""
+    batch = app.ledger.batches.cancel(batch_id, actor="cli")
+    outbox.publish_status(batch_id, ledger=app.ledger, store=app.store, settings=app.settings)
+    click.echo(f"{batch_id} {batch.status}")
+
+
+@click.command()
+@click.argument("batch_id")
+@click.option("--to", "folder", type=click.Path(path_type=Path, file_okay=False), required=True, metavar="DIR")
+@click.option("--overwrite", is_flag=True, help="Replace another batch's files in DIR.")
+@pass_app
+def results(app: App, batch_id: str, folder: Path, overwrite: bool) -> None:
+    """Download output.jsonl, errors.jsonl and manifest.json of a finished batch into DIR.
+
+    Each file is compared with its sha256. A DIR with a manifest.json is complete.
+    """
+    batch = app.ledger.batches.get(batch_id)
+    collected = collect.collect(batch, folder, app.store, overwrite=overwrite)
+    for file in collected.files:
+        click.echo(f"{file}")
+
+
+def _submit(app: App, file: Path, customer: str, name: str, *, chosen: options.Options, key: str | None) -> str:
+    submitted = submission.submit(
+        file,
+        customer=customer,
+        name=name,
+        door=Door.CLI,
+        options=chosen,
+        idempotency_key=key,
+        ledger=app.ledger,
+        store=app.store,
+        settings=app.settings,
+    )
+    return submitted.batch.batch_id
+
+
+def _watch(app: App, batch_id: str, as_json: bool) -> int:
+    with progress(app.console if not as_json else app.error_console) as show:
+        document = follow(lambda: _document(app, batch_id), show, _POLL_SECONDS)
+    if as_json:
+        print_json(document)
+    else:
+        _show(app, document)
+    return 0 if document.status == BatchStatus.COMPLETED else 1
+
+
+def _document(app: App, batch_id: str) -> StatusDocument:
+    return current_status(batch_id, ledger=app.ledger, settings=app.settings)
+
+
+def _show(app: App, document: StatusDocument) -> None:
+    counts = document.counts
+    lines = {
+        "batch": document.id,
+        "customer": f"{document.customer}, as {document.name}",
+        "status": words(document, None),
+        "requests": (
+            f"{counts.total or '?'}: {counts.completed} completed, {counts.failed} failed, {counts.invalid} invalid, "
+            f"{counts.expired} expired, {counts.cancelled} cancelled"
+        ),
+        "created": moment(document.created_at),
+        "deadline": moment(document.expires_at),
+    }
+    if document.usage.total_tokens:
+        tokens = f"{document.usage.input_tokens} in, {document.usage.output_tokens} out"
+        lines["tokens"] = tokens if document.cost is None else f"{tokens}; {document.cost:.6f} USD"
+    for what, text in lines.items():
+        app.console.print(f"{what:<9} {text}", soft_wrap=True)
+    for error in (document.errors.data if document.errors else [])[:20]:
+        where = "" if error.line is None else f"line {error.line}: "
+        app.console.print(f"error     {where}{error.code}: {error.message}", soft_wrap=True)
+
+
+def _pairs(texts: tuple[str, ...]) -> dict[str, str]:
+    pairs = dict(text.partition("=")[::2] for text in texts if "=" in text)
+    if wrong := [text for text in texts if "=" not in text]:
+        raise CustomerError(codes.INVALID_OPTION, f"--metadata {wrong[0]!r}: write it as KEY=VALUE")
+    return pairs
+
+
+COMMANDS = (submit, status, list_batches, watch, cancel, results)

@@ -1,0 +1,131 @@
+"""Running the parts: worker, the embedded stack, the demo; and the configuration that counts."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import click
+from rich.console import Console
+
+from batch_pipeline.cli.app import INTERRUPTED, App, pass_app, print_json
+from batch_pipeline.cli.effective import masked, to_toml
+from batch_pipeline.cli.progress import progress
+from batch_pipeline.errors import CustomerError
+from batch_pipeline.wire import codes
+
+if TYPE_CHECKING:
+    from batch_pipeline.embedded.demo import Show
+
+
+@click.command()
+@pass_app
+def up(app: App) -> None:
+    """Start the embedded stack (S3 server, Dagster) in the background and print its addresses."""
+    from batch_pipeline.embedded.stack import Stack
+
+    addresses = Stack(app.settings, app.config_file).up(say=_note)
+    click.echo(f"Dagster UI   {addresses.dagster}")
+    click.echo(f"S3           {addresses.object_store}")
+    click.echo(f"drop files   {addresses.inbox}CUSTOMER/NAME.jsonl")
+    click.echo(f"logs         {addresses.logs}")
+    click.echo("`batch-pipeline down` stops it")
+
+
+@click.command()
+@pass_app
+def down(app: App) -> None:
+    """Stop what `up` has started. Files and databases stay."""
+    from batch_pipeline.embedded.stack import Stack
+
+    Stack(app.settings, app.config_file).down(say=_note)
+
+
+@click.command()
+@click.option(
+    "--examples",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder with CUSTOMER/NAME.jsonl. Default: `examples` beside the configuration.",
+)
+@pass_app
+def demo(app: App, examples: Path | None) -> int:
+    """Run the example files through the whole service on this machine, and verify what comes back."""
+    from batch_pipeline.embedded import demo as demonstration
+
+    beside = app.config_file.parent if app.config_file else Path()
+    # So that whoever ends the demo by a signal also ends what it has started.
+    signal.signal(signal.SIGTERM, _interrupt)
+    succeeded = demonstration.run(
+        app.settings, app.config_file, examples or beside / "examples", TerminalScreen(app.console)
+    )
+    click.echo("the demo has succeeded" if succeeded else "the demo has FAILED: see PROBLEM above", err=not succeeded)
+    return 0 if succeeded else 1
+
+
+class TerminalScreen:
+    """Shows the demo on a console."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def say(self, line: str) -> None:
+        """Print one line."""
+        self._console.print(line, soft_wrap=True)
+
+    def progress(self) -> AbstractContextManager[Show]:
+        """Return what shows the batches' documents while they run."""
+        return progress(self._console)
+
+
+@click.command()
+@click.argument("model")
+@click.option("--batch", "batches", multiple=True, metavar="ID", help="Serve only this batch; may be repeated.")
+@pass_app
+def worker(app: App, model: str, batches: tuple[str, ...]) -> int:
+    """Run a worker of MODEL in this process until there is no work for a while, or Ctrl-C.
+
+    What it holds when it is interrupted it saves and hands back.
+    """
+    from batch_pipeline.worker import Ended, serve
+
+    if model not in app.settings.models:
+        known = ", ".join(app.settings.models) or "none"
+        raise CustomerError(codes.MODEL_NOT_FOUND, f"no model {model!r} in the configuration; it has: {known}")
+    for batch_id in batches:
+        app.ledger.batches.get(batch_id)
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
+    report = serve(app.settings, model, only_batches=batches)
+    click.echo(
+        f"{report.worker_id} left ({report.ended}): {report.chunks} chunks, {report.requests} requests, "
+        f"{report.output_tokens} tokens generated in {report.seconds:.0f} s"
+    )
+    return INTERRUPTED if report.ended == Ended.SIGNAL else 0
+
+
+@click.command("config")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of TOML.")
+@pass_app
+def show_config(app: App, as_json: bool) -> None:
+    """Print the configuration that counts, with the defaults and the environment's overrides; secrets masked."""
+    tables = masked(app.settings)
+    if as_json:
+        print_json(tables)
+        return
+    click.echo(f"# {app.config_file or 'no file: the defaults count'}\n")
+    click.echo(to_toml(tables), nl=False)
+
+
+def _note(line: str) -> None:
+    click.echo(line, err=True)
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+COMMANDS = (worker, up, down, demo, show_config)
