@@ -67,7 +67,7 @@ class _Envelope(msgspec.Struct, gc=False):
     usage: _Usage | None = None
 
 
-class _Error(msgspec.Struct, gc=False):
+class _Error(msgspec.Struct, frozen=True, gc=False):
     message: str = ""
 
 

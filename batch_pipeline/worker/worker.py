@@ -1,0 +1,415 @@
+"""The GPU worker: one model, one engine, many chunks.
+
+    starting ──engine ready──> ready ──idle, asked, signal, lifetime──> draining ──> stopped
+        └── engine does not start ──┴── engine does not come back ──> failed
+
+Several loops run beside each other in one event loop: leasing, feeding (`runner`), checkpoints, heartbeats, the state
+that the ledger shows. Killed at any moment, it costs what was in flight and what no checkpoint held yet: its leases run
+out, and other workers go on from its checkpoints.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+from batch_pipeline import ids
+from batch_pipeline.engine import Engine
+from batch_pipeline.errors import SettingsError
+from batch_pipeline.ledger import Ledger
+from batch_pipeline.ledger.records import HeartbeatReply, LeaseRef, Standing, WorkerState
+from batch_pipeline.settings import Settings
+from batch_pipeline.store import ObjectStore
+from batch_pipeline.worker.chunk import HeldChunk
+from batch_pipeline.worker.holdings import Holdings
+from batch_pipeline.worker.outages import OUTAGES, GivenUp, Outages, is_outage, was_set
+from batch_pipeline.worker.report import Ended, WorkerReport
+from batch_pipeline.worker.runner import Clocks, Runner
+from batch_pipeline.worker.writer import ChunkWriter
+
+log = logging.getLogger(__name__)
+
+_RETRY_SECONDS = 1.0
+_LOOK_FOR_EXPIRY_SECONDS = 1.0
+
+
+def _nobody(_batch_id: str) -> None:
+    """Tell nobody that a batch has drained."""
+
+
+class Worker:
+    """One life of a worker; `run` it once. It owns its engine: started with it, stopped with it."""
+
+    def __init__(
+        self,
+        *,
+        ledger: Ledger,
+        store: ObjectStore,
+        settings: Settings,
+        model: str,
+        engine: Engine,
+        run_id: str | None = None,
+        only_batches: Sequence[str] = (),
+        on_batch_drained: Callable[[str], None] = _nobody,
+        worker_id: str | None = None,
+        clocks: Clocks | None = None,
+    ) -> None:
+        """Raises SettingsError where the model is not in the catalogue.
+
+        `on_batch_drained` is called in the thread of `run` when a commit or a release of ours was a batch's last one;
+        what it raises ends the worker. `clocks` default to the machine's monotonic clock and the ledger's time.
+        """
+        if model not in settings.models:
+            known = ", ".join(sorted(settings.models)) or "none"
+            raise SettingsError(f"models.{model} is not in the catalogue (known: {known})")
+        self.worker_id = worker_id or ids.new_worker_id(model)
+        self._ledger = ledger
+        self._settings = settings.worker
+        self._name = model
+        self._model = settings.models[model]
+        self._engine = engine
+        self._run_id = run_id
+        self._only = list(only_batches)
+        self._ledger_time_at_zero = time.time() - time.monotonic()
+        self._clocks = clocks or Clocks(time.monotonic, self._ledger_time, random.Random())  # noqa: S311 - jitter
+        self._outages = Outages(self._clocks.random)
+        self._runner = Runner(engine, self._settings, self._model.max_in_flight, self, self._clocks)
+        writer = ChunkWriter(ledger, store, self._outages)
+        self._holdings = Holdings(writer, self._runner, self._model.version, on_batch_drained, self._spawn)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._leasing: asyncio.Task[None] | None = None
+        self._late: set[LeaseRef] = set()
+        self._state: tuple[WorkerState, str | None] = (WorkerState.STARTING, None)
+        self._faults: list[BaseException] = []
+        """What failed after there was a reason to end."""
+
+    def run(self) -> WorkerReport:
+        """Work until there is a reason to end, and return it with what was done.
+
+        Raises EngineError where the engine does not start or does not come back, after the ledger was told so and every
+        chunk was handed back.
+        """
+        with asyncio.Runner() as runner:
+            return runner.run(self._live())
+
+    async def _live(self) -> WorkerReport:
+        loop = asyncio.get_running_loop()
+        # A call that hangs (a database that is away) must not keep the heartbeat from its thread.
+        loop.set_default_executor(ThreadPoolExecutor(3 * self._settings.leases + 6, thread_name_prefix="worker"))
+        self._ended: asyncio.Future[Ended] = loop.create_future()
+        self._draining = asyncio.Event()
+        self._hurry = asyncio.Event()
+        self._hungry = asyncio.Event()
+        self._beat_now = asyncio.Event()
+        self._state_changed = asyncio.Event()
+        self._state_writing = asyncio.Lock()
+        self._started = self._clocks.monotonic()
+        with self._signals(loop):
+            try:
+                await self._work()
+                ended = await self._ended
+                await self._drain(ended)
+                await self._engine.stop()
+                if self._faults:
+                    raise self._faults[0]
+                self._show(WorkerState.STOPPED, f"ended: {ended}")
+                await self._write_state()
+                return self._report(ended)
+            except Exception as error:
+                await self._hand_back_after(error)
+                raise
+            finally:
+                await self._close()
+
+    async def _work(self) -> None:
+        """Start everything, and return when there is a reason to end. Raises what ended it otherwise."""
+        if not await self._unless_ended(self._register()):
+            return
+        self._spawn(self._heartbeats())
+        self._spawn(self._expiries())
+        self._spawn(self._states())
+        if not await self._unless_ended(self._start_engine()):
+            return
+        self._show(WorkerState.READY)
+        loop = asyncio.get_running_loop()
+        lifetime = loop.call_later(self._settings.lifetime_seconds, self._end, Ended.LIFETIME)
+        self._leasing = self._spawn(self._leases())
+        self._spawn(self._checkpoints())
+        try:
+            await self._ended
+        finally:
+            lifetime.cancel()
+
+    async def _register(self) -> None:
+        await self._outages.outlast(
+            None,
+            self._ledger.workers.register,
+            self.worker_id,
+            self._name,
+            self._run_id,
+            socket.gethostname(),
+            self._only,
+        )
+        now = await self._outages.outlast(None, self._ledger.now)
+        self._ledger_time_at_zero = now - time.monotonic()
+
+    async def _start_engine(self) -> None:
+        await self._engine.start()
+        await self._engine.wait_ready()
+        await self._runner.open()
+        log.info("%s serves %s on engine %s", self.worker_id, self._name, self._runner.engine_version)
+
+    # What the runner tells (see `runner.Listener`).
+
+    def complete(self, chunk: HeldChunk) -> None:
+        """Commit the chunk."""
+        self._holdings.complete(chunk)
+
+    def late(self, chunk: HeldChunk) -> None:
+        """Ask the ledger, whose clock decides whether the deadline has passed."""
+        if chunk.ref not in self._late:
+            self._late.add(chunk.ref)
+            self._beat_now.set()
+
+    def hungry(self) -> None:
+        """Lease another chunk where one more may be held."""
+        if len(self._holdings) < self._settings.leases:
+            self._hungry.set()
+
+    def engine_state(self, ready: bool, detail: str | None) -> None:
+        """Let the ledger show it: whatever holds a batch up has a name (invariant I9)."""
+        if not self._draining.is_set():
+            self._show(WorkerState.READY if ready else WorkerState.STARTING, detail)
+
+    def failed(self, error: BaseException) -> None:
+        """End with this error."""
+        if not self._ended.done():
+            self._ended.set_exception(error)
+        else:
+            self._faults.append(error)
+
+    # The loops.
+
+    async def _leases(self) -> None:
+        """Lease the next chunk before the requests of the held ones run out; leave when nothing comes for long."""
+        idle_since: float | None = None
+        while not self._draining.is_set():
+            self._hungry.clear()
+            if len(self._holdings) >= self._settings.leases or self._runner.unfed >= 2 * self._model.max_in_flight:
+                await self._hungry.wait()
+                continue
+            leased_at = self._clocks.monotonic()
+            try:
+                leases = await self._outages.outlast(
+                    self._draining,
+                    self._ledger.chunks.lease,
+                    self.worker_id,
+                    self._name,
+                    1,
+                    self._only or None,
+                    self._run_id,
+                )
+            except GivenUp:
+                return
+            for lease in leases:
+                self._holdings.take(lease, leased_at + self._settings.lease_seconds)
+            if leases or len(self._holdings):
+                idle_since = None
+            elif idle_since is None:
+                idle_since = leased_at
+            elif leased_at - idle_since >= self._settings.warm_seconds:
+                self._end(Ended.IDLE)
+                return
+            if not leases:
+                await was_set(self._draining, self._settings.poll_seconds)
+
+    async def _checkpoints(self) -> None:
+        while True:
+            await asyncio.sleep(self._settings.checkpoint_seconds)
+            await self._holdings.checkpoint()
+
+    async def _heartbeats(self) -> None:
+        while True:
+            self._beat_now.clear()
+            pause = self._settings.heartbeat_seconds
+            asked_at = self._clocks.monotonic()
+            try:
+                reply = await asyncio.to_thread(self._ledger.workers.heartbeat, self.worker_id, self._holdings.refs())
+            except OUTAGES as error:
+                if not is_outage(error):
+                    raise
+                log.warning("no heartbeat: %s", " ".join(str(error).split())[:300])
+                pause = min(pause, _RETRY_SECONDS)
+            else:
+                await self._heard(reply, asked_at)
+            await was_set(self._beat_now, pause)
+
+    async def _heard(self, reply: HeartbeatReply, asked_at: float) -> None:
+        for ref, standing in reply.standings.items():
+            chunk = self._holdings.get(ref)
+            if chunk is None:
+                continue
+            if standing is Standing.LOST:
+                await self._holdings.lose(chunk, "the ledger says so")
+            else:
+                chunk.valid_until = asked_at + self._settings.lease_seconds
+            if standing is Standing.STOP:
+                self._spawn(self._holdings.stop(chunk, "the batch is to stop"))
+        if reply.leave:
+            self._end(Ended.ASKED)
+
+    async def _expiries(self) -> None:
+        """Let go of leases that must have run out, whether or not the ledger can be asked."""
+        while True:
+            await asyncio.sleep(min(_LOOK_FOR_EXPIRY_SECONDS, self._settings.heartbeat_seconds))
+            for chunk in self._holdings.chunks():
+                if self._clocks.monotonic() > chunk.valid_until:
+                    await self._holdings.lose(chunk, "its lease has run out without a heartbeat")
+
+    async def _states(self) -> None:
+        """Write the newest state whenever it has changed."""
+        while True:
+            await self._state_changed.wait()
+            self._state_changed.clear()
+            if not await self._write_state():
+                self._state_changed.set()
+                await asyncio.sleep(_RETRY_SECONDS)
+
+    def _show(self, state: WorkerState, detail: str | None = None) -> None:
+        if self._state != (state, detail):
+            self._state = (state, detail)
+            self._state_changed.set()
+
+    # The end.
+
+    def _end(self, why: Ended) -> None:
+        if not self._ended.done():
+            log.info("%s ends: %s", self.worker_id, why)
+            self._ended.set_result(why)
+
+    def _signalled(self) -> None:
+        if self._ended.done():
+            self._hurry.set()
+        self._end(Ended.SIGNAL)
+
+    async def _drain(self, ended: Ended) -> None:
+        """Feed nothing new, let what is in flight end within the grace, save the rest and hand it back."""
+        self._show(WorkerState.DRAINING, f"ends: {ended}")
+        await self._stop_leasing()
+        in_time = asyncio.ensure_future(self._runner.wait_drained())
+        hurried = asyncio.ensure_future(self._hurry.wait())
+        await asyncio.wait({in_time, hurried}, timeout=self._settings.grace_seconds, return_when="FIRST_COMPLETED")
+        in_time.cancel()
+        hurried.cancel()
+        await self._hand_back(f"the worker ends: {ended}")
+
+    async def _stop_leasing(self) -> None:
+        self._runner.hold_back()
+        self._draining.set()
+        self._hungry.set()
+        if self._leasing is not None:
+            # Not cancelled: a lease that is just being given would be held by nobody until it runs out.
+            await asyncio.wait({self._leasing})
+
+    async def _hand_back(self, reason: str) -> None:
+        await asyncio.gather(*(self._holdings.stop(chunk, reason) for chunk in self._holdings.chunks()))
+        # Those that are being committed go on to their commit, or to the end of their lease.
+        await self._holdings.wait_empty()
+
+    async def _hand_back_after(self, error: Exception) -> None:
+        """Hand everything back and say why; what fails on the way is logged, since `error` is what is to be raised."""
+        log.error("%s fails: %s", self.worker_id, error)
+        try:
+            await self._stop_leasing()
+            await self._hand_back(f"the worker failed: {error}")
+            self._show(WorkerState.FAILED, str(error))
+            await self._write_state()
+        except Exception:
+            log.exception("while handing back")
+
+    async def _write_state(self) -> bool:
+        """Write the newest state; return whether the ledger has taken it. In an outage it stays as it was.
+
+        The last one may thus be missing: the ledger then sees a worker that was not heard of since, which is as true.
+        """
+        async with self._state_writing:
+            state, detail = self._state
+            try:
+                await asyncio.to_thread(self._ledger.workers.set_state, self.worker_id, state, detail)
+            except OUTAGES as outage:
+                log.warning("the ledger was not told that %s is %s: %s", self.worker_id, state, outage)
+                return False
+        return True
+
+    async def _close(self) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._runner.close()
+        await self._engine.stop()
+
+    def _report(self, ended: Ended) -> WorkerReport:
+        return WorkerReport(
+            worker_id=self.worker_id,
+            ended=ended,
+            chunks=self._holdings.committed_chunks,
+            requests=self._holdings.committed_requests,
+            input_tokens=self._holdings.input_tokens,
+            output_tokens=self._holdings.output_tokens,
+            seconds=self._clocks.monotonic() - self._started,
+        )
+
+    # Helpers.
+
+    def _ledger_time(self) -> float:
+        return self._ledger_time_at_zero + time.monotonic()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.failed(error)
+
+    async def _unless_ended(self, work: Coroutine[Any, Any, None]) -> bool:
+        """Do the work to its end, or until there is a reason to end; return whether it was done."""
+        task = asyncio.create_task(work)
+        either: set[asyncio.Future[Any]] = {task, self._ended}
+        await asyncio.wait(either, return_when="FIRST_COMPLETED")
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            return False
+        task.result()
+        return True
+
+    @contextmanager
+    def _signals(self, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
+        """Take SIGTERM and SIGINT as the wish to end, and give them back afterwards."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        numbers = (signal.SIGTERM, signal.SIGINT)
+        previous = [signal.getsignal(number) for number in numbers]
+        for number in numbers:
+            loop.add_signal_handler(number, self._signalled)
+        try:
+            yield
+        finally:
+            for number, handler in zip(numbers, previous, strict=True):
+                loop.remove_signal_handler(number)
+                signal.signal(number, handler)

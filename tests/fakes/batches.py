@@ -1,0 +1,82 @@
+"""Batches for tests of what comes after intake: their chunks are written and recorded directly."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+
+from batch_pipeline import ids
+from batch_pipeline.ledger import Ledger
+from batch_pipeline.ledger.records import Batch, Door, IntakeResult, NewBatch, NewChunk, OnInvalid
+from batch_pipeline.store import ObjectStore, keys
+from batch_pipeline.wire import chunk_files
+from batch_pipeline.wire.chunk_files import ChunkRequest
+
+CHAT = "/v1/chat/completions"
+MODEL = "smollm2-135m"
+
+
+def chat_request(index: int, prompt: str, max_tokens: int = 16) -> ChunkRequest:
+    """Return a request with the custom_id `request-INDEX`."""
+    body = {"model": MODEL, "messages": [{"role": "user", "content": prompt}], "max_tokens": max_tokens}
+    return ChunkRequest(index, f"request-{index}", json.dumps(body).encode(), len(prompt.split()), max_tokens)
+
+
+def make_batch(
+    ledger: Ledger,
+    store: ObjectStore,
+    chunks: Sequence[Sequence[ChunkRequest]],
+    *,
+    customer: str = "acme",
+    name: str = "batch",
+    window_seconds: int = 86_400,
+) -> Batch:
+    """Return a batch in progress with these chunks of requests, its input written as well."""
+    batch_id = ids.new_batch_id()
+    lines = sorted((request for chunk in chunks for request in chunk), key=lambda request: request.index)
+    data = b"".join(
+        b'{"custom_id":"%s","method":"POST","url":"%s","body":%s}\n'
+        % (request.custom_id.encode(), CHAT.encode(), request.body)
+        for request in lines
+    )
+    etag = store.put(keys.input_file(batch_id), data)
+    ledger.batches.create(
+        NewBatch(
+            batch_id=batch_id,
+            customer=customer,
+            name=name,
+            door=Door.DROP,
+            endpoint=CHAT,
+            window_seconds=window_seconds,
+            on_invalid=OnInvalid.SKIP,
+            creation_key=f"test:{batch_id}",
+            input_key=keys.input_file(batch_id),
+            input_bytes=len(data),
+            input_etag=etag,
+        )
+    )
+    recorded = []
+    for number, requests in enumerate(chunks):
+        store.put(keys.chunk_input(batch_id, number), chunk_files.write_chunk_input(requests))
+        recorded.append(
+            NewChunk(
+                chunk=number,
+                model=MODEL,
+                input_key=keys.chunk_input(batch_id, number),
+                requests=len(requests),
+                first_index=min(request.index for request in requests),
+                last_index=max(request.index for request in requests),
+                prompt_tokens=sum(request.prompt_tokens for request in requests),
+                max_output_tokens=sum(request.max_tokens for request in requests),
+            )
+        )
+    result = IntakeResult(
+        total=len(lines),
+        invalid=0,
+        input_sha256=hashlib.sha256(data).hexdigest(),
+        invalid_key=None,
+        errors=[],
+        chunks=recorded,
+    )
+    return ledger.batches.record_intake(batch_id, result)

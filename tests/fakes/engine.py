@@ -1,0 +1,304 @@
+"""An engine without a model: OpenAI's protocol as vLLM speaks it, answers that follow from the prompt, faults on order.
+
+As a program, in a process of its own that can be killed (all options of it are optional):
+
+    python tests/fakes/engine.py --port 8000 --model m --delay 0.01 --journal calls.txt
+
+Faults that one request brings along stand in its prompt, so that they survive a restart:
+
+    [[die]] the process ends at once     [[hang]] no answer, ever      [[slow:0.5]] an answer after so many seconds
+    [[400]] [[500]] [[503]] ...          that status, always           [[reset]]    the connection is closed without one
+
+Faults of the whole engine are set through `POST /fake/control`, a `Control`; `GET /fake/stats` tells what it saw.
+The journal gets one line, the prompt's last line, for each request that arrives, before anything else happens.
+`tests/integration/test_engine_real.py` holds it against the real vLLM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import http.client
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+import msgspec
+from aiohttp import web
+
+MODEL = "smollm2-135m"
+CONTEXT = 2048
+VERSION = "0.32.0"
+_DIRECTIVE = re.compile(r"\[\[([a-z0-9]+)(?::([0-9.]+))?\]\]")
+_ENDPOINTS = {"/v1/chat/completions": "chatcmpl", "/v1/completions": "cmpl"}
+
+
+class Control(msgspec.Struct, forbid_unknown_fields=True):
+    """Faults of the whole engine; what is left out is ended."""
+
+    refuse_status: int = 0
+    """Answer this status to every request, 0 for none."""
+    refuse_calls: int = -1
+    """So many times, then answer again; -1 for until told otherwise."""
+    refuse_seconds: float = 0.0
+    """For so long; 0 for until told otherwise."""
+    retry_after: str = ""
+    health_status: int = 200
+    delay_seconds: float | None = None
+    """Time that each answer takes from now on; null leaves it as it is."""
+    silent: bool = False
+    """Answer nobody."""
+
+
+class Stats(msgspec.Struct):
+    """What the engine saw since its start."""
+
+    calls: int = 0
+    answered: int = 0
+    in_flight: int = 0
+    max_in_flight: int = 0
+    levels: list[int] = []
+    """In flight, itself included, at each arrival."""
+    arrivals: list[float] = []
+    """When each request came, in seconds of this machine's monotonic clock."""
+
+
+class FakeEngine:
+    """The server's state and its answers."""
+
+    def __init__(self, model: str, delay_seconds: float, spread: float, journal: TextIO | None) -> None:
+        self._model = model
+        self._delay_seconds = delay_seconds
+        self._spread = spread
+        self._journal = journal
+        self._control = Control()
+        self._control_until = float("inf")
+        self._stats = Stats()
+
+    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer one HTTP request."""
+        if request.path in _ENDPOINTS:
+            return await self._complete(request.path, request)
+        if request.path == "/fake/control":
+            self._set(msgspec.json.decode(await request.read(), type=Control))
+        card = {"id": self._model, "object": "model", "max_model_len": CONTEXT, "owned_by": "vllm"}
+        answers: dict[str, Any] = {
+            "/version": {"version": VERSION},
+            "/v1/models": {"object": "list", "data": [card]},
+            "/fake/stats": self._stats,
+            "/fake/control": {},
+        }
+        if request.path == "/health":
+            return web.Response(status=self._control.health_status)
+        if request.path not in answers:
+            return _json({"detail": "Not Found"}, 404)
+        return _json(answers[request.path])
+
+    def _set(self, control: Control) -> None:
+        self._control = control
+        self._control_until = time.monotonic() + control.refuse_seconds if control.refuse_seconds else float("inf")
+        if control.delay_seconds is not None:
+            self._delay_seconds = control.delay_seconds
+
+    async def _complete(self, path: str, request: web.BaseRequest) -> web.StreamResponse:
+        stats = self._stats
+        stats.calls += 1
+        stats.in_flight += 1
+        stats.max_in_flight = max(stats.max_in_flight, stats.in_flight)
+        stats.levels.append(stats.in_flight)
+        stats.arrivals.append(time.monotonic())
+        try:
+            response = await self._answer(path, request, await request.read())
+            stats.answered += 1
+            return response
+        finally:
+            stats.in_flight -= 1
+
+    async def _answer(self, path: str, request: web.BaseRequest, raw: bytes) -> web.StreamResponse:
+        try:
+            body = msgspec.json.decode(raw)
+        except msgspec.DecodeError as error:
+            return _error(400, f"There was an error parsing the body: {error}")
+        prompt = _prompt(path, body)
+        if self._journal is not None:
+            self._journal.write(prompt.rpartition("\n")[2] + "\n")
+            self._journal.flush()
+        if self._control.silent:
+            await asyncio.Event().wait()
+        if (refusal := self._refusal()) is not None:
+            return refusal
+        problem = _problem(path, body, self._model)
+        if problem is not None:
+            return problem
+        for word, number in _DIRECTIVE.findall(prompt):
+            if word == "die":
+                os._exit(1)
+            elif word == "hang":
+                await asyncio.Event().wait()
+            elif word == "slow":
+                await asyncio.sleep(float(number))
+            elif word == "reset" and request.transport is not None:
+                request.transport.abort()
+            elif word.isdigit():
+                return _error(int(word), f"asked for by the prompt: {word}")
+        if self._delay_seconds:
+            await asyncio.sleep(self._delay_seconds * (1 + self._spread * _share(prompt)))
+        return _completion(path, body, prompt, self._model)
+
+    def _refusal(self) -> web.StreamResponse | None:
+        control = self._control
+        if not control.refuse_status or control.refuse_calls == 0 or time.monotonic() > self._control_until:
+            return None
+        control.refuse_calls -= control.refuse_calls > 0
+        response = _error(control.refuse_status, "the engine is overloaded")
+        if control.retry_after:
+            response.headers["Retry-After"] = control.retry_after
+        return response
+
+
+def _prompt(path: str, body: Any) -> str:
+    if not isinstance(body, dict):
+        return ""
+    if path == "/v1/completions":
+        return str(body.get("prompt", ""))
+    messages = body.get("messages")
+    if not isinstance(messages, list):
+        return ""
+    return "\n".join(str(message.get("content", "")) for message in messages if isinstance(message, dict))
+
+
+def _share(prompt: str) -> float:
+    """Return a number from 0 to 1 that follows from the prompt."""
+    return int.from_bytes(hashlib.blake2b(prompt.encode(), digest_size=2).digest()) / 65535
+
+
+def _problem(path: str, body: Any, model: str) -> web.Response | None:
+    """Return the answer to a body that vLLM refuses, as far as tests need it."""
+    if not isinstance(body, dict):
+        return _error(400, "Input should be a valid dictionary")
+    wanted = body.get("max_tokens", body.get("max_completion_tokens", 16))
+    temperature = body.get("temperature", 1.0)
+    if path == "/v1/chat/completions" and not isinstance(body.get("messages"), list):
+        return _error(400, "messages: Field required")
+    if path == "/v1/completions" and "prompt" not in body:
+        return _error(400, "Either prompt or prompt_embeds must be provided and non-empty.")
+    if body.get("model", model) != model:
+        return _error(404, f"The model `{body['model']}` does not exist.", kind="NotFoundError", param="model")
+    problems = {
+        f"temperature must be non-negative, got {temperature}.": not isinstance(temperature, int | float)
+        or temperature < 0,
+        f"max_tokens must be at least 1, got {wanted}.": not isinstance(wanted, int) or wanted < 1,
+        f"This model's maximum context length is {CONTEXT} tokens.": isinstance(wanted, int)
+        and wanted + len(_prompt(path, body).split()) > CONTEXT,
+    }
+    found = [message for message, is_so in problems.items() if is_so]
+    return _error(400, found[0]) if found else None
+
+
+def _completion(path: str, body: dict[str, Any], prompt: str, model: str) -> web.Response:
+    digest = hashlib.sha256(prompt.encode()).hexdigest()
+    text = f"The answer is {digest[:12]}."
+    given, made = len(prompt.split()) + 4, 6
+    answer: dict[str, Any] = {
+        "id": f"{_ENDPOINTS[path]}-{digest[:16]}",
+        "object": "chat.completion" if path == "/v1/chat/completions" else "text_completion",
+        "created": int(time.time()),
+        "model": model,
+        "choices": [],
+        "usage": {
+            "prompt_tokens": given,
+            "total_tokens": given + made,
+            "completion_tokens": made,
+            "prompt_tokens_details": {"cached_tokens": given // 2},
+        },
+    }
+    for index in range(body.get("n", 1)):
+        choice: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": "stop", "stop_reason": None}
+        if path == "/v1/chat/completions":
+            choice["message"] = {"role": "assistant", "content": text, "refusal": None, "tool_calls": []}
+        else:
+            choice["text"] = text
+        answer["choices"].append(choice)
+    return _json(answer)
+
+
+def _json(content: Any, status: int = 200) -> web.Response:
+    return web.Response(body=msgspec.json.encode(content), status=status, content_type="application/json")
+
+
+def _error(status: int, message: str, kind: str = "BadRequestError", param: str | None = None) -> web.Response:
+    return _json({"error": {"message": message, "type": kind, "param": param, "code": status}}, status)
+
+
+class RunningFake:
+    """A fake engine in a process of its own."""
+
+    def __init__(self, process: subprocess.Popen[bytes], url: str) -> None:
+        self.process = process
+        self.url = url
+
+    def stats(self) -> Stats:
+        """Return what it saw so far."""
+        return msgspec.json.decode(self._call("GET", "/fake/stats"), type=Stats)
+
+    def control(self, **faults: Any) -> None:
+        """Set faults of the whole engine; without any, end them."""
+        self._call("POST", "/fake/control", msgspec.json.encode(Control(**faults)))
+
+    def _call(self, method: str, path: str, body: bytes | None = None) -> bytes:
+        connection = http.client.HTTPConnection(self.url.removeprefix("http://"), timeout=10)
+        try:
+            connection.request(method, path, body)
+            return connection.getresponse().read()
+        finally:
+            connection.close()
+
+
+def command(port: int, *options: str) -> list[str]:
+    """Return the command that runs a fake engine on a port."""
+    return [sys.executable, str(Path(__file__).resolve()), "--port", str(port), *options]
+
+
+@contextmanager
+def running(*options: str) -> Iterator[RunningFake]:
+    """A fake engine on a free port, ready; killed at the end."""
+    with subprocess.Popen(command(0, *options), stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            yield RunningFake(process, process.stdout.readline().decode().strip())
+        finally:
+            process.kill()
+
+
+async def _serve(options: argparse.Namespace) -> None:
+    with options.journal.open("a") if options.journal else Path(os.devnull).open("w") as journal:
+        engine = FakeEngine(options.model, options.delay, options.spread, journal if options.journal else None)
+        runner = web.ServerRunner(web.Server(engine.handle, access_log=None))
+        await runner.setup()
+        await asyncio.sleep(options.start_seconds)
+        await web.TCPSite(runner, "127.0.0.1", options.port, backlog=4096).start()
+        print("http://{}:{}".format(*runner.addresses[0]), flush=True)
+        await asyncio.Event().wait()
+
+
+def main() -> None:
+    """Run the server until it is killed."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--model", default=MODEL)
+    parser.add_argument("--delay", type=float, default=0.0, help="seconds that each answer takes")
+    parser.add_argument("--spread", type=float, default=1.0, help="largest share by which an answer takes longer")
+    parser.add_argument("--journal", type=Path)
+    parser.add_argument("--start-seconds", type=float, default=0.0, help="how long it takes to listen")
+    asyncio.run(_serve(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()

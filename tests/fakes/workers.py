@@ -1,0 +1,128 @@
+"""Workers for tests: settings with short times, a worker in a thread or in a process of its own, and what it committed.
+
+As a program it is a worker that can be killed:  python tests/fakes/workers.py CONFIG --lease-seconds 2 ...
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from batch_pipeline import settings as configuration
+from batch_pipeline.engine import AttachedEngine, Engine, VllmServer
+from batch_pipeline.ledger import Ledger
+from batch_pipeline.ledger.records import ChunkState
+from batch_pipeline.models import Model
+from batch_pipeline.settings import Settings
+from batch_pipeline.store import ObjectStore
+from batch_pipeline.wire import chunk_files
+from batch_pipeline.worker import Worker, WorkerReport
+from tests.fakes import engine as fake_engine
+
+MODEL = fake_engine.MODEL
+QUICK: dict[str, Any] = {
+    "lease_seconds": 20.0,
+    "heartbeat_seconds": 0.1,
+    "checkpoint_seconds": 0.1,
+    "poll_seconds": 0.05,
+    "warm_seconds": 0.3,
+    "grace_seconds": 5.0,
+}
+
+
+def quick(settings: Settings, *, model: dict[str, Any] | None = None, **worker: Any) -> Settings:
+    """Return the settings with short times, and with these fields of `worker` and of the model changed."""
+    changed = msgspec.structs.replace(settings.models[MODEL], **{"max_in_flight": 16, **(model or {})})
+    return msgspec.structs.replace(
+        settings,
+        worker=msgspec.structs.replace(settings.worker, **{**QUICK, **worker}),
+        models={MODEL: changed},
+    )
+
+
+def child_engine(log: Path, *options: str, model: Model | None = None) -> VllmServer:
+    """Return an engine that starts a fake one as its child process."""
+    catalogued = model or Model(source="none", context_length=fake_engine.CONTEXT, engine_start_seconds=60.0)
+    return VllmServer(MODEL, catalogued, log, command=lambda port: fake_engine.command(port, *options))
+
+
+def attached(url: str) -> AttachedEngine:
+    """Return an engine that is a fake one which runs already."""
+    return AttachedEngine(MODEL, url, 60.0)
+
+
+def make_worker(ledger: Ledger, store: ObjectStore, settings: Settings, engine: Engine, **options: Any) -> Worker:
+    """Return a worker of the fake model."""
+    return Worker(ledger=ledger, store=store, settings=settings, model=MODEL, engine=engine, **options)
+
+
+def lines_of(ledger: Ledger, store: ObjectStore, batch_id: str) -> dict[int, Any]:
+    """Return the result line of each request in committed chunks, by index. Fails where one comes twice."""
+    found: dict[int, Any] = {}
+    for chunk in ledger.chunks.of(batch_id):
+        if chunk.state is not ChunkState.COMMITTED or chunk.result is None:
+            continue
+        data = store.get(chunk.result.result_key)
+        table = chunk_files.read_lines_table(store.get(chunk.result.lines_key))
+        lines = data.splitlines()
+        assert len(lines) == len(table.index) == chunk.requests
+        for index, is_error, length, line in zip(table.index, table.is_error, table.length, lines, strict=True):
+            assert length == len(line) + 1
+            assert int(index) not in found
+            found[int(index)] = msgspec.json.decode(line)
+            assert (found[int(index)]["error"] is not None or found[int(index)]["response"]["status_code"] >= 400) == (
+                is_error
+            )
+    return found
+
+
+@contextmanager
+def in_thread(worker: Worker) -> Iterator[list[WorkerReport | BaseException]]:
+    """Run a worker beside the test; the list gets its report, or what it raised. Joined at the end."""
+    ends: list[WorkerReport | BaseException] = []
+
+    def live() -> None:
+        try:
+            ends.append(worker.run())
+        except BaseException as error:  # noqa: BLE001 - handed to the test
+            ends.append(error)
+
+    thread = threading.Thread(target=live)
+    thread.start()
+    try:
+        yield ends
+    finally:
+        thread.join()
+
+
+def wait_until(condition: Callable[[], bool], what: str, timeout_seconds: float = 60.0) -> None:
+    """Wait for a condition; fail with what did not come true."""
+    deadline = time.monotonic() + timeout_seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not true in time: {what}"
+        time.sleep(0.01)
+
+
+def main() -> None:
+    """Run one worker with the configuration file and the engine's URL (or `child:JOURNAL`) of the command line."""
+    file, engine_word, ledger_url = sys.argv[1:4]
+    overrides = msgspec.json.decode(sys.argv[4].encode()) if len(sys.argv) > 4 else {}
+    settings = quick(configuration.load(Path(file), environment={}), **overrides)
+    engine: Engine = attached(engine_word)
+    if engine_word.startswith("child:"):
+        journal = engine_word.removeprefix("child:")
+        engine = child_engine(Path(journal).with_suffix(".log"), "--journal", journal, "--delay", "0.05")
+    ledger = Ledger.open(ledger_url, lease_seconds=settings.worker.lease_seconds)
+    report = make_worker(ledger, ObjectStore.open(settings.store), settings, engine).run()
+    print(msgspec.json.encode(report).decode(), flush=True)
+
+
+if __name__ == "__main__":
+    main()
