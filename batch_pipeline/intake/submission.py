@@ -1,0 +1,149 @@
+"""A file that is handed to us directly, without the drop folder: it becomes a batch (DESIGN, step 1).
+
+    check ──> upload to batches/BATCH/input.jsonl ──> ledger: create ──> first status.json
+
+Killed before the create there is no batch, only an object that nothing points at. Killed after it, the batch runs and
+its status is published by whoever publishes next. With an idempotency key the same submission again returns the batch
+that the first one made, wherever that was killed: the ledger decides which of two creations counts, and the bytes that
+the other one uploaded are removed again.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from batch_pipeline import ids
+from batch_pipeline import settings as configuration
+from batch_pipeline.errors import CustomerError
+from batch_pipeline.intake.options import Options
+from batch_pipeline.ledger import Ledger
+from batch_pipeline.ledger.records import Batch, Door, NewBatch
+from batch_pipeline.results import outbox
+from batch_pipeline.store import ObjectStore, keys
+from batch_pipeline.wire import codes
+
+_BLOCK_BYTES = 1024 * 1024
+
+
+class Submitted(NamedTuple):
+    """The batch, and whether this submission created it."""
+
+    batch: Batch
+    is_new: bool
+
+
+def submit(
+    file: Path,
+    *,
+    customer: str,
+    name: str,
+    door: Door,
+    options: Options,
+    idempotency_key: str | None = None,
+    ledger: Ledger,
+    store: ObjectStore,
+    settings: configuration.Settings,
+) -> Submitted:
+    """Make a batch of a local file and publish its first status.
+
+    Raises CustomerError where the customer, the name or the file cannot be accepted, or where the idempotency key was
+    used for another submission; StoreError; OSError where the file cannot be read.
+    """
+    size = check(file, customer, name, settings.intake)
+    key = None if idempotency_key is None else f"{door}:{customer}:{idempotency_key}"
+    batch = None if key is None else ledger.batches.by_creation_key(key)
+    is_new = False
+    if batch is None:
+        batch_id = ids.new_batch_id()
+        input_key = keys.input_file(batch_id)
+        store.upload(file, input_key)
+        taken = store.head(input_key)
+        if taken is None or taken.size != size:
+            store.delete(input_key)
+            raise CustomerError(codes.INVALID_REQUEST, f"{file} changed while it was read: submit it again")
+        batch = ledger.batches.create(
+            NewBatch(
+                batch_id=batch_id,
+                customer=customer,
+                name=name,
+                door=door,
+                endpoint=options.endpoint,
+                window_seconds=options.window_seconds,
+                on_invalid=options.on_invalid,
+                creation_key=key or f"{door}:{batch_id}",
+                input_key=input_key,
+                input_bytes=size,
+                input_etag=taken.etag,
+                metadata=options.metadata,
+            ),
+            actor=door,
+        )
+        is_new = batch.batch_id == batch_id
+        if not is_new:
+            store.delete(input_key)
+    if not is_new:
+        _check_same(batch, size, options, str(idempotency_key))
+    outbox.publish_status(batch.batch_id, ledger=ledger, store=store, settings=settings)
+    return Submitted(batch, is_new)
+
+
+def check(file: Path, customer: str, name: str, limits: configuration.Intake) -> int:
+    """Return the file's size in bytes. Raises CustomerError for what can be refused before anything is sent."""
+    if not ids.CUSTOMER_PATTERN.fullmatch(customer):
+        raise CustomerError(
+            codes.INVALID_NAME,
+            f"customer {customer!r}: 1 to 64 lower-case letters, digits, '-' and '_', a letter or digit at both ends",
+        )
+    if not ids.NAME_PATTERN.fullmatch(name):
+        raise CustomerError(
+            codes.INVALID_NAME,
+            f"name {name!r}: 1 to 200 letters, digits, '.', '_' and '-', starting with a letter or digit and not "
+            "ending with a dot",
+        )
+    if not file.is_file():
+        kind = "is a folder" if file.is_dir() else "does not exist" if not file.exists() else "is not a regular file"
+        raise CustomerError(codes.INVALID_NAME, f"{file} {kind}: name a file of requests, one JSON object a line")
+    size = file.stat().st_size
+    if size > limits.max_file_bytes:
+        raise CustomerError(codes.FILE_TOO_LARGE, f"{file} has {size} bytes; at most {limits.max_file_bytes} are taken")
+    return size
+
+
+@contextmanager
+def spooled(stream: BinaryIO, limits: configuration.Intake) -> Iterator[Path]:
+    """Copy a stream to a file of its own, yield that, and remove it. Raises CustomerError where it is too large."""
+    scratch = Path(limits.scratch_dir)
+    scratch.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=scratch, prefix="submission-", suffix=".jsonl") as spool:
+        size = 0
+        while block := stream.read(_BLOCK_BYTES):
+            size += len(block)
+            if size > limits.max_file_bytes:
+                raise CustomerError(codes.FILE_TOO_LARGE, f"more than {limits.max_file_bytes} bytes were sent")
+            spool.write(block)
+        spool.flush()
+        yield Path(spool.name)
+
+
+def _check_same(batch: Batch, size: int, options: Options, idempotency_key: str) -> None:
+    """Raise CustomerError where the batch of an idempotency key was made from something else."""
+    differences = [
+        what
+        for what, then, now in (
+            ("file size", batch.input_bytes, size),
+            ("endpoint", batch.endpoint, options.endpoint),
+            ("completion window", batch.window_seconds, options.window_seconds),
+            ("on-invalid", batch.on_invalid, options.on_invalid),
+        )
+        if then != now
+    ]
+    if differences:
+        raise CustomerError(
+            codes.INVALID_OPTION,
+            f"idempotency key {idempotency_key!r} has made {batch.batch_id} with another {' and '.join(differences)}: "
+            "use a new key for a new batch",
+        )
