@@ -23,6 +23,7 @@ CANNOT_SERVE = 3
 INTERRUPTED = 130
 """Exit statuses; see `program`."""
 
+STDIN = "-"
 NARROWEST = 200
 """Columns where the output goes to a file or a pipe: rich would take 80 and cut keys and ids."""
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 from rich.table import Table
 
-from batch_pipeline.cli.app import App, pass_app, print_json
+from batch_pipeline.cli.app import STDIN, App, pass_app, print_json
 from batch_pipeline.cli.progress import done, follow, moment, progress, words
 from batch_pipeline.errors import CustomerError
 from batch_pipeline.intake import options, submission
@@ -17,7 +17,6 @@ from batch_pipeline.results import collect, outbox
 from batch_pipeline.results.status import StatusDocument, current_status
 from batch_pipeline.wire import codes
 
-_STDIN = "-"
 _POLL_SECONDS = 1.0
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -57,7 +56,7 @@ def submit(
         on_invalid=on_invalid,
         metadata=_pairs(metadata),
     )
-    if file == _STDIN:
+    if file == STDIN:
         with submission.spooled(sys.stdin.buffer, app.settings.intake) as spool:
             batch_id = _submit(app, spool, customer, name or "stdin", chosen=chosen, key=idempotency_key)
     else:

@@ -18,10 +18,9 @@ import msgspec
 from batch_pipeline.errors import CustomerError, NotAllowedInState, ProofFailed
 from batch_pipeline.ledger.records import Batch
 from batch_pipeline.results import manifest as manifests
+from batch_pipeline.results.status import ERRORS, MANIFEST, OUTPUT
 from batch_pipeline.store import ObjectStore
 from batch_pipeline.wire import codes
-
-OUTPUT, ERRORS, MANIFEST = "output.jsonl", "errors.jsonl", "manifest.json"
 
 
 class Collected(NamedTuple):
