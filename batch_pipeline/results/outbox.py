@@ -86,9 +86,9 @@ def publish_status(batch_id: str, *, ledger: Ledger, store: ObjectStore, setting
     its status does not name yet. Killed after it, only the ledger's note is missing, and it is written once more.
     Raises NotFound, StoreError.
     """
+    batch = ledger.batches.get(batch_id)
     touched = False
     while True:
-        batch = ledger.batches.get(batch_id)
         folder = _folder(batch, ledger)
         if touched and folder != batch.name:
             _restore(batch, ledger=ledger, store=store, settings=settings)
@@ -101,9 +101,9 @@ def publish_status(batch_id: str, *, ledger: Ledger, store: ObjectStore, setting
         if existing is not None and not is_ours:
             touched = True
             _take_over(batch, folder, existing, store)
-        if batch.status.is_final:
+        if document.is_final:
             touched = True
-            _copy_files(batch, folder, store)
+            _copy_files(ledger.batches.get(batch_id), folder, store)
         if _write(document, folder, existing, store):
             ledger.batches.mark_published(batch_id, _word(document))
             return folder
@@ -246,7 +246,7 @@ def _encode(document: StatusDocument | Rejection) -> bytes:
 
 def _word(document: StatusDocument) -> str:
     """What the ledger notes of a published status: another word means that the outbox is behind."""
-    if document.reason is None and document.status in ("completed", "failed", "expired", "cancelled"):
+    if document.is_final:
         return SHOWN_END
     return f"{document.revision}.{document.progress} {document.reason or ''}"
 

@@ -110,6 +110,11 @@ class StatusDocument(msgspec.Struct, frozen=True, kw_only=True):
     as_of: float
 
     @property
+    def is_final(self) -> bool:
+        """Whether no other status follows."""
+        return BatchStatus(self.status).is_final
+
+    @property
     def order(self) -> tuple[int, int, float]:
         """Documents of one batch in the order of the states that they show."""
         return (self.revision, self.progress, self.as_of)
