@@ -1,12 +1,9 @@
 """`batch_results`: the files that the customer gets, assembled from committed chunks, proved, and made visible."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
 import dagster as dg
-from batch_pipeline.results.verify import Proof
 from pydantic import Field
 
 from assets.chunk_results import chunk_results, chunk_results_event
@@ -14,7 +11,8 @@ from assets.partitions import CODE_VERSION, GROUP, OWNERS, batches
 from batch_pipeline.errors import NotAllowedInState
 from batch_pipeline.ledger.records import Batch
 from batch_pipeline.results import merge, outbox, verify
-from batch_pipeline.results.proof import Finding
+from batch_pipeline.results.findings import Finding
+from batch_pipeline.results.verify import Proof
 from resources import Parts, Service
 
 _CHECKS = {
@@ -77,7 +75,8 @@ def batch_results(
     outbox.deliver(batch_id, ledger=parts.ledger, store=parts.store, settings=parts.settings)
     proof = verify.verify(batch_id, ledger=parts.ledger, store=parts.store)
     batch = parts.ledger.batches.get(batch_id)
-    version = "-".join(file.sha256[:16] for file in (proof.output, proof.errors) if file is not None)
+    files = (proof.counted.output, proof.counted.errors)
+    version = "-".join(file.sha256[:16] for file in files if file is not None)
     yield dg.MaterializeResult(
         metadata=_metadata(batch, proof, parts),
         check_results=[_check(finding, proof) for finding in _CHECKS],
@@ -113,17 +112,17 @@ def _metadata(batch: Batch, proof: Proof, parts: Parts) -> dict[str, Any]:
         "errors": batch.error_key or "none",
         "manifest": batch.manifest_key or "none",
         "input_sha256": batch.input_sha256 or "",
-        "output_sha256": proof.output.sha256 if proof.output else "none",
-        "errors_sha256": proof.errors.sha256 if proof.errors else "none",
+        "output_sha256": proof.counted.output.sha256 if proof.counted.output else "none",
+        "errors_sha256": proof.counted.errors.sha256 if proof.counted.errors else "none",
         "seconds_in_all": (batch.ended_at or batch.created_at) - batch.created_at,
     }
 
 
 def _check(finding: Finding, proof: Proof) -> dg.AssetCheckResult:
-    found = proof.problems_of(finding)
+    verdict = proof.verdicts[finding]
     return dg.AssetCheckResult(
         check_name=str(finding),
-        passed=not found,
-        description="; ".join(found[:5]) or _CHECKS[finding],
-        metadata={"requests": proof.counts.total, "problems": len(found)},
+        passed=verdict.holds,
+        description="; ".join(verdict.problems[:5]) or _CHECKS[finding],
+        metadata={"requests": proof.counted.counts.total, "problems": verdict.count},
     )

@@ -1,7 +1,5 @@
 """`chunk_results`: every chunk of a batch has a result. GPU workers fill it; launching it makes sure that they do."""
 
-from __future__ import annotations
-
 import hashlib
 from typing import Any
 

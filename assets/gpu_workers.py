@@ -4,8 +4,6 @@ While a worker waits for a slot of its pool, its run is queued and costs nothing
 of any batch until there is no work, it is told to leave, or its lifetime ends. Ending the run ends the worker.
 """
 
-from __future__ import annotations
-
 import re
 
 import dagster as dg
@@ -58,8 +56,6 @@ def gpu_worker_job(model_name: str, model: Model) -> dg.JobDefinition:
             parts.settings,
             model_name,
             run_id=context.run_id,
-            ledger=parts.ledger,
-            store=parts.store,
             only_batches=config.batches,
             on_batch_drained=report_drained,
         )
@@ -67,7 +63,7 @@ def gpu_worker_job(model_name: str, model: Model) -> dg.JobDefinition:
             f"worker left ({report.ended}): {report.chunks} chunks, {report.requests} requests, "
             f"{report.output_tokens} tokens generated in {report.seconds:.0f} s"
         )
-        if report.ended == "signal":
+        if report.ended == worker.Ended.SIGNAL:
             # Dagster asked for it (a termination, or a preempted pod): the run ends as cancelled, not as a success.
             raise dg.DagsterExecutionInterruptedError
 

@@ -1,7 +1,5 @@
 """`request_chunks`: the valid requests of a batch, checked, ordered and cut into chunks."""
 
-from __future__ import annotations
-
 import dagster as dg
 
 from assets.partitions import CODE_VERSION, GROUP, OWNERS, batches
@@ -82,8 +80,8 @@ def write_chunks(context: dg.OpExecutionContext, service: Service) -> None:
     ins={"uploads": dg.AssetIn(key=UPLOADS, dagster_type=dg.Nothing)},
     description=(
         "The good requests of a batch, ordered by model, shared prefix and length, in chunks of about 1,000: the unit "
-        "of scheduling, of failure and of commit. Bad lines are in the error object. Launching it again for a batch whose "
-        "intake is done writes nothing and shows the same figures."
+        "of scheduling, of failure and of commit. Bad lines are in the error object. Launching it again for a "
+        "batch whose intake is done writes nothing and shows the same figures."
     ),
     group_name=GROUP,
     owners=OWNERS,

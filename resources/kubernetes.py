@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dagster_k8s.job import USER_DEFINED_K8S_CONFIG_KEY, UserDefinedDagsterK8sConfig
+from dagster_k8s.job import USER_DEFINED_K8S_CONFIG_KEY
 
 from batch_pipeline.models import Model
 
@@ -22,9 +22,9 @@ def worker_tags(name: str, model: Model) -> dict[str, Any]:
     Source: Dagster's documentation of `dagster-k8s/config`; on a job it shapes the pod of the run. `backoff_limit` is
     0, because the ledger's leases retry the work, and the time to live is short, because the ledger has the history.
     """
-    config = UserDefinedDagsterK8sConfig(
-        container_config={"resources": {"requests": {"cpu": "500m", "memory": "1Gi"}}},
-        pod_spec_config={
+    config = {
+        "container_config": {"resources": {"requests": {"cpu": "500m", "memory": "1Gi"}}},
+        "pod_spec_config": {
             "node_selector": model.kubernetes.node_selector,
             "tolerations": model.kubernetes.tolerations,
             "priority_class_name": model.kubernetes.priority_class,
@@ -34,16 +34,13 @@ def worker_tags(name: str, model: Model) -> dict[str, Any]:
             "volumes": [
                 {
                     "name": "model",
-                    "persistent_volume_claim": {
-                        "claim_name": model.kubernetes.model_volume_claim,
-                        "read_only": True,
-                    },
+                    "persistent_volume_claim": {"claim_name": model.kubernetes.model_volume_claim, "read_only": True},
                 }
             ],
         },
-        job_spec_config={"backoff_limit": 0, "ttl_seconds_after_finished": 3600},
-    )
-    return {USER_DEFINED_K8S_CONFIG_KEY: config.to_dict()}
+        "job_spec_config": {"backoff_limit": 0, "ttl_seconds_after_finished": 3600},
+    }
+    return {USER_DEFINED_K8S_CONFIG_KEY: config}
 
 
 def _engine(name: str, model: Model) -> dict[str, Any]:

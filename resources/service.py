@@ -4,8 +4,6 @@ The object store's client is dagster-aws's S3Resource, so that credentials and e
 Dagster's users expect them.
 """
 
-from __future__ import annotations
-
 import os
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Moves batches on: takes back leases that ran out, expires what is late, requests merges, shows statuses."""
 
-from __future__ import annotations
-
 import dagster as dg
 from dagster._core.definitions.unresolved_asset_job_definition import UnresolvedAssetJobDefinition
 
@@ -31,9 +29,15 @@ def batch_progress_sensor(settings: Settings, merge_job: UnresolvedAssetJobDefin
         expired = parts.ledger.batches.expire_due()
         parts.ledger.batches.settle_all()
         requests = _merge_runs(context.instance, parts, merge_job.name, limit)
-        shown = outbox.publish_due(ledger=parts.ledger, store=parts.store, settings=parts.settings)
+        shown = outbox.publish_due(
+            ledger=parts.ledger, store=parts.store, settings=parts.settings, after=context.cursor or ""
+        )
+        # The next tick goes on with the batches after these, so that every one has its turn.
+        context.update_cursor(shown.after)
         if not requests:
-            return dg.SkipReason(f"{freed} leases ran out, {len(expired)} batches expired, {shown} statuses written")
+            return dg.SkipReason(
+                f"{freed} leases ran out, {len(expired)} batches expired, {shown.written} statuses written"
+            )
         return dg.SensorResult(run_requests=requests)
 
     return batch_progress

@@ -4,8 +4,6 @@ The ledger says which batches await intake, whichever door they came through; so
 and its run, the next tick goes on from there, and a run that failed is requested again after a pause.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import dagster as dg

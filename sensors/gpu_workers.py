@@ -1,7 +1,5 @@
 """Launches GPU workers where there is backlog, and keeps the pools' limits equal to the catalogue's."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import dagster as dg
