@@ -48,8 +48,9 @@ class Batches:
                 created_at=tx.now,
                 deadline_at=tx.now + new.window_seconds,
             )
-            created = tx.connection.execute(insert.on_conflict_do_nothing()).rowcount
-            if created:
+            # Not by the row count: drivers differ in what they report of an insert that did nothing.
+            created = tx.connection.execute(insert.on_conflict_do_nothing().returning(batches.c.batch_id)).one_or_none()
+            if created is not None:
                 events.record(tx, new.batch_id, "created", actor, detail=f"{new.door} {new.name}")
             row = tx.connection.execute(rows.BATCH.where(batches.c.creation_key == new.creation_key)).one()
             return rows.batch(row)

@@ -13,6 +13,7 @@ class SteppedClock:
 
     def now(self, connection: sa.Connection) -> float:
         """Return the time that the test has set, whatever the database's is."""
+        assert not connection.closed
         return self._now
 
     @property
