@@ -130,4 +130,6 @@ def _last_within(sums: Rows, start: int, limit: int) -> int:
 
 
 def _column(segment: pa.Table, name: str, rows: Rows) -> Rows:
-    return np.asarray(segment.column(name).to_numpy()[rows], dtype=np.int64)
+    taken = np.empty(len(rows), dtype=np.int64)
+    taken[:] = segment.column(name).to_numpy()[rows]
+    return taken

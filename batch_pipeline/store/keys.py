@@ -2,12 +2,13 @@
 
     inbox/CUSTOMER/NAME.jsonl                                dropped by the customer, taken away by us
     outbox/CUSTOMER/NAME/{status.json, output.jsonl, errors.jsonl, manifest.json}
+    rejected/DROP/{object, reason.json}                      a dropped file that could not be taken, and why
     batches/BATCH/input.jsonl                                the bytes as they were taken; never written again
     batches/BATCH/intake/{invalid.jsonl, requests.parquet}   error lines; the table of the valid requests
     batches/BATCH/chunks/NNNNNNNN/input.parquet              the requests of a chunk, in the order in which they run
     batches/BATCH/chunks/NNNNNNNN/TTTTTT-NONCE/...           what one attempt wrote: parts (checkpoints) and its result
     batches/BATCH/final/{output.jsonl, errors.jsonl, manifest.json}
-    batches/BATCH/rebuild/NONCE/...                          final files made again, until they are proved to be the same
+    batches/BATCH/rebuild/NONCE/...                          final files made again, until they are proved the same
     doctor/NONCE                                             written and removed again by `doctor`
 
 Numbers have a fixed width, because stores disagree on the order of a listing (FACTS: SeaweedFS lists in tree order).
@@ -19,6 +20,7 @@ from __future__ import annotations
 INBOX = "inbox/"
 OUTBOX = "outbox/"
 BATCHES = "batches/"
+REJECTED = "rejected/"
 
 
 def inbox(customer: str, name: str) -> str:
@@ -29,6 +31,11 @@ def inbox(customer: str, name: str) -> str:
 def outbox(customer: str, folder: str, file: str) -> str:
     """Return the key of a file that the customer reads."""
     return f"{OUTBOX}{customer}/{folder}/{file}"
+
+
+def rejected(drop_id: str, file: str) -> str:
+    """Return the key of what is kept of a dropped file that could not be taken; `drop_id` is a hash of the drop."""
+    return f"{REJECTED}{drop_id}/{file}"
 
 
 def batch(batch_id: str) -> str:

@@ -128,15 +128,31 @@ class ObjectStore:
             key, answer["ContentLength"], answer["ETag"], answer["LastModified"].timestamp(), answer["Metadata"]
         )
 
-    def list(self, prefix: str, page: int = 1000) -> Iterator[ObjectInfo]:
-        """Yield the objects below `prefix`, a page of requests at a time, in the store's own order."""
+    def list(self, prefix: str, page: int = 1000, *, recursive: bool = True) -> Iterator[ObjectInfo]:
+        """Yield the objects below `prefix`, a page of requests at a time, in the store's own order.
+
+        With `recursive` off, only those that lie in no folder below it.
+        """
         with _translated(f"listing {prefix}"):
             pages = self._client.get_paginator("list_objects_v2").paginate(
-                Bucket=self.bucket, Prefix=prefix, PaginationConfig={"PageSize": page}
+                Bucket=self.bucket,
+                Prefix=prefix,
+                Delimiter="" if recursive else "/",
+                PaginationConfig={"PageSize": page},
             )
             for answer in pages:
                 for entry in answer.get("Contents", []):
                     yield ObjectInfo(entry["Key"], entry["Size"], entry["ETag"], entry["LastModified"].timestamp(), {})
+
+    def list_folders(self, prefix: str) -> Iterator[str]:
+        """Yield the folders directly below `prefix`, each as a prefix that ends in `/`, without the objects beside."""
+        with _translated(f"listing {prefix}"):
+            pages = self._client.get_paginator("list_objects_v2").paginate(
+                Bucket=self.bucket, Prefix=prefix, Delimiter="/"
+            )
+            for answer in pages:
+                for entry in answer.get("CommonPrefixes", []):
+                    yield entry["Prefix"]
 
     def copy(self, source: ObjectInfo, target: str) -> None:
         """Copy inside the store, only if the source still has the etag of `source`; no byte passes through us.
@@ -162,10 +178,14 @@ class ObjectStore:
         """Return a writer of a large object from bytes and from ranges of other objects."""
         return MultipartWriter(self._client, self.bucket, key)
 
-    def delete(self, key: str) -> None:
-        """Remove the object; removing what is not there is no error."""
+    def delete(self, key: str, if_match: str | None = None) -> None:
+        """Remove the object; removing what is not there is no error.
+
+        With `if_match`, only if it still has that etag: else raises PreconditionFailed, where the store honours it.
+        """
+        options: dict[str, Any] = {} if if_match is None else {"IfMatch": if_match}
         with _translated(f"deleting {key}"):
-            self._client.delete_object(Bucket=self.bucket, Key=key)
+            self._client.delete_object(Bucket=self.bucket, Key=key, **options)
 
 
 class MultipartWriter:
