@@ -98,6 +98,11 @@ class LedgerModel:
             if chunk.state == ChunkState.PENDING and chunk.made.model == model
         ]
 
+    @property
+    def has_failed_chunks(self) -> bool:
+        """Whether any chunk was given up."""
+        return any(chunk.state == ChunkState.FAILED for batch in self.batches.values() for chunk in batch.chunks)
+
     def create(self, new: NewBatch) -> None:
         """(nothing) -> validating."""
         if new.batch_id not in self.batches:
