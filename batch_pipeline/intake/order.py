@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import polars as pl
 import pyarrow as pa
 
 from batch_pipeline.settings import Intake
@@ -47,6 +46,8 @@ class Cut(NamedTuple):
 
 def order(segment: pa.Table) -> OrderedSegment:
     """Return the order of a segment: by model, then by shared prefix, then as in the file."""
+    import polars as pl
+
     frame = pl.from_arrow(segment.select(["index", "model", *DEPTHS]))
     if not isinstance(frame, pl.DataFrame):
         raise TypeError("a table is a frame")
@@ -89,7 +90,8 @@ def cut(segment: pa.Table, limits: Intake) -> Iterator[Cut]:
     divided where a slightly earlier cut avoids it.
     """
     ordered = order(segment)
-    tokens = _column(segment, "prompt_tokens", ordered.rows) + _column(segment, "max_tokens", ordered.rows)
+    prompts = _column(segment, "prompt_tokens", ordered.rows)
+    tokens = prompts + _column(segment, "max_tokens", ordered.rows)
     lengths = _column(segment, "body_bytes", ordered.rows)
     models = segment.column("model").take(pa.array(ordered.rows)).combine_chunks().dictionary_encode()
     codes = models.indices.to_numpy()
@@ -113,15 +115,15 @@ def cut(segment: pa.Table, limits: Intake) -> Iterator[Cut]:
             spared = start < earlier < end and (end - earlier) * _SMALL_GROUP_SHARE <= end - start
             if spared and later - earlier <= limits.chunk_requests:
                 end = earlier
-        here = slice(start, end)
-        yield Cut(names[codes[start]], _run_order(ordered, here, _column(segment, "prompt_tokens", ordered.rows[here])))
+        yield Cut(names[codes[start]], _run_order(ordered, slice(start, end), prompts[start:end]))
         start = end
 
 
 def _run_order(ordered: OrderedSegment, here: slice, prompt_tokens: Rows) -> Rows:
     """Return a chunk's rows in the order in which they run: those of one group by length, the rest as they are."""
     lengths = np.where(ordered.shares[here], prompt_tokens, 0)
-    return ordered.rows[here][np.lexsort((lengths, ordered.leaves[here]))]
+    by_length: Rows = np.lexsort((lengths, ordered.leaves[here]))
+    return ordered.rows[here][by_length]
 
 
 def _last_within(sums: Rows, start: int, limit: int) -> int:

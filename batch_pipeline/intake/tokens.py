@@ -11,13 +11,15 @@ from __future__ import annotations
 import json
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-from tokenizers import Tokenizer
 
 from batch_pipeline.intake.bodies import ChatBody, is_given
 from batch_pipeline.intake.templates import ChatTemplate, TemplateFailed
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 _GROWTH = {
     **{"NFC": 3, "NFD": 4, "NFKC": 11, "NFKD": 11, "Precompiled": 11, "BertNormalizer": 4, "Lowercase": 2},
@@ -57,6 +59,8 @@ class TokenCounter:
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
+        from tokenizers import Tokenizer
+
         if not self.is_exact:
             raise ValueError("the model has no tokenizer on this machine")
         tokenizer = Tokenizer.from_file(str(self._file))
