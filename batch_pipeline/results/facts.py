@@ -47,7 +47,7 @@ def build_manifest(
     batch: Batch, chunks: Sequence[Chunk], kept: dict[int, Kept], counted: Counted, prices: dict[str, Prices]
 ) -> bytes:
     """Return the bytes of the batch's manifest, the same whenever and by whomever they are made."""
-    facts = [_chunk_facts(chunk, kept) for chunk in chunks]
+    facts = [chunk_facts(chunk, kept) for chunk in chunks]
     models = _model_usage(facts, prices)
     costs = [model.cost for model in models]
     known = [cost for cost in costs if cost is not None]
@@ -95,10 +95,14 @@ def _model_usage(chunks: Iterable[ChunkFacts], prices: dict[str, Prices]) -> lis
     ]
 
 
-def _chunk_facts(chunk: Chunk, kept: dict[int, Kept]) -> ChunkFacts:
+def chunk_facts(chunk: Chunk, kept: dict[int, Kept] | None = None) -> ChunkFacts:
+    """Return a chunk in the manifest's words. `kept` is what the merge took from the checkpoints of stopped ones;
+    without
+    it the ledger's sums over all checkpoints are given.
+    """
     result = chunk.result
     if result is None:
-        completed, failed, usage = kept.get(chunk.chunk, _NOTHING_KEPT)
+        completed, failed, usage = kept.get(chunk.chunk, _NOTHING_KEPT) if kept is not None else _in_parts(chunk)
     else:
         completed, failed = result.completed, result.failed
         usage = Usage(
@@ -123,3 +127,12 @@ def _chunk_facts(chunk: Chunk, kept: dict[int, Kept]) -> ChunkFacts:
         failed=failed,
         usage=usage,
     )
+
+
+def _in_parts(chunk: Chunk) -> Kept:
+    usage = Usage(
+        input_tokens=sum(part.input_tokens for part in chunk.parts),
+        cached_tokens=sum(part.cached_tokens for part in chunk.parts),
+        output_tokens=sum(part.output_tokens for part in chunk.parts),
+    )
+    return Kept(sum(part.completed for part in chunk.parts), sum(part.failed for part in chunk.parts), usage)

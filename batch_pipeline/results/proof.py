@@ -139,9 +139,11 @@ def _refuse_below(file: ResultFile, index: int) -> None:
 
 
 def _label(index: int, line: bytes | None) -> object:
+    return _UNREADABLE if line is None else label_of(index, line)
+
+
+def label_of(index: int, line: bytes) -> str | None:
     """Return the custom_id that an input line has, None where it has none that is a string."""
-    if line is None:
-        return _UNREADABLE
     if index == 0:
         line = line.removeprefix(_BYTE_ORDER_MARK)
     try:

@@ -1,4 +1,4 @@
-"""Batches with real files behind them, made without intake and without an engine: each answer follows from its index."""
+"""Batches with real files behind them, without intake and without an engine: each answer follows from its index."""
 
 from __future__ import annotations
 

@@ -320,7 +320,7 @@ def test_rebuild_from_damaged_chunks_does_not_touch_the_files(
 
 @pytest.mark.parametrize("filler", [0, 6000], ids=["small", "copied inside the store"])
 @pytest.mark.parametrize(
-    ("indexes", "problem"),
+    "case",
     [
         (range(1, 1000), "has no line"),
         ([0, *range(999)], "second time|double|no line"),
@@ -328,10 +328,11 @@ def test_rebuild_from_damaged_chunks_does_not_touch_the_files(
     ],
     ids=["missing", "double", "foreign"],
 )
-def test_wrong_result_is_never_given_out(  # noqa: PLR0917 - the fixtures
-    ledger: Ledger, store: ObjectStore, settings: Settings, filler: int, indexes: Sequence[int], problem: str
+def test_wrong_result_is_never_given_out(
+    ledger: Ledger, store: ObjectStore, settings: Settings, filler: int, case: tuple[Sequence[int], str]
 ) -> None:
     """A worker that commits the wrong lines: the merge says which request, and the batch stays as it is."""
+    indexes, problem = case
     batch, leases = answered.in_progress(ledger, store, [list(range(1000))])
     finished = [answered.answer(batch.batch_id, index, filler) for index in dict.fromkeys(indexes)]
     result = answered.write_result(store, leases[0], finished)
@@ -416,7 +417,7 @@ def plans(draw: st.DrawFn) -> dict[str, Any]:
 
 @given(plan=plans())
 @hypothesis_settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 def test_any_batch_merges_to_exactly_one_line_per_request(
     store: ObjectStore, settings: Settings, tmp_path: Path, plan: dict[str, Any]
