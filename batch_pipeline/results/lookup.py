@@ -75,7 +75,7 @@ def find_input(
     for number, line in enumerate(HashedObject(store, key).lines()):
         length = 0 if line is None else len(line)
         if line and not line.isspace() and (index is None or number == index):
-            label = label_of(number, line)
+            label = label_of(line)
             if index is not None or label == custom_id:
                 yield InputLine(number, label, offset, length)
         if index is not None and number >= index:

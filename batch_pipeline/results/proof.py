@@ -109,9 +109,9 @@ def _join(source: HashedObject, output: OutputFile, errors: ErrorFile, problems:
                 fault = "has a line in both files" if in_output else "has no line in either file"
                 problems.add(Finding.EXACTLY_ONE, f"request {index} (line {index + 1} of the input) {fault}")
             if in_output:
-                _take(output, _label(index, line), may_be_unreadable=False)
+                _take(output, _label(line), may_be_unreadable=False)
             if in_errors:
-                _take(errors, _label(index, line), may_be_unreadable=errors.is_by_intake)
+                _take(errors, _label(line), may_be_unreadable=errors.is_by_intake)
     except ObjectMissing:
         problems.add(Finding.EXACTLY_ONE, f"the input is missing: there is no object {source.key}")
     return total
@@ -138,16 +138,14 @@ def _refuse_below(file: ResultFile, index: int) -> None:
         file.advance()
 
 
-def _label(index: int, line: bytes | None) -> object:
-    return _UNREADABLE if line is None else label_of(index, line)
+def _label(line: bytes | None) -> object:
+    return _UNREADABLE if line is None else label_of(line)
 
 
-def label_of(index: int, line: bytes) -> str | None:
+def label_of(line: bytes) -> str | None:
     """Return the custom_id that an input line has, None where it has none that is a string."""
-    if index == 0:
-        line = line.removeprefix(_BYTE_ORDER_MARK)
     try:
-        label = _label_decoder.decode(line).custom_id
+        label = _label_decoder.decode(line.removeprefix(_BYTE_ORDER_MARK)).custom_id
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     return label if isinstance(label, str) else None

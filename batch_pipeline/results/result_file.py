@@ -37,7 +37,7 @@ class _Answer(msgspec.Struct):
     body: _Body
 
 
-class _Refusal(msgspec.Struct):
+class _AnyAnswer(msgspec.Struct):
     status_code: int
 
 
@@ -53,14 +53,22 @@ class _OutputLine(msgspec.Struct, kw_only=True):
     error: None
 
 
+class _OddOutputLine(msgspec.Struct, kw_only=True):
+    id: str
+    custom_id: str | None
+    response: _AnyAnswer
+    error: None
+
+
 class _ErrorLine(msgspec.Struct, kw_only=True):
     id: str
     custom_id: str | None
-    response: _Refusal | None
+    response: _AnyAnswer | None
     error: _Error | None
 
 
 _output_decoder = msgspec.json.Decoder(_OutputLine)
+_odd_output_decoder = msgspec.json.Decoder(_OddOutputLine)
 _error_decoder = msgspec.json.Decoder(_ErrorLine)
 
 
@@ -168,7 +176,7 @@ class OutputFile(ResultFile):
         tap: Callable[[bytes], None] | None = None,
     ) -> None:
         super().__init__(store, batch_id, key, problems, tap)
-        self._answer: _Answer | None = None
+        self._answer: _Answer | _AnyAnswer | None = None
         self._input_tokens = self._cached_tokens = self._output_tokens = 0
         self.completed = 0
 
@@ -185,14 +193,19 @@ class OutputFile(ResultFile):
         answer = self._answer
         if answer is None or not 200 <= answer.status_code < 300:
             self.problems.add(Finding.NOTHING_UNKNOWN, f"{self.here}: not an answer of success")
-        elif (usage := answer.body.usage) is not None:
+        elif isinstance(answer, _Answer) and (usage := answer.body.usage) is not None:
             self._input_tokens += usage.prompt_tokens or 0
             self._output_tokens += usage.completion_tokens or 0
             if usage.prompt_tokens_details is not None:
                 self._cached_tokens += usage.prompt_tokens_details.cached_tokens or 0
 
     def _decode(self, data: bytes) -> tuple[str, str | None]:
-        line = _output_decoder.decode(data)
+        line: _OutputLine | _OddOutputLine
+        try:
+            line = _output_decoder.decode(data)
+        except msgspec.ValidationError:
+            # An engine may answer with JSON of any form; then it tells no usage.
+            line = _odd_output_decoder.decode(data)
         self._answer = line.response
         return line.id, line.custom_id
 

@@ -49,7 +49,7 @@ class FileWriter:
             return
         parts = self._upload()
         head = parts.missing_to_copy
-        if length - head < MIN_PART_BYTES:
+        if length - head < parts.smallest_copy:
             self._stream(key, start, length)
             return
         self._stream(key, start, head)

@@ -31,6 +31,9 @@ PART_BYTES = 16 * 1024 * 1024
 MAX_COPY_BYTES = 5 * 1024**3
 """S3's largest object for one copy call."""
 COPY_PART_BYTES = 512 * 1024 * 1024
+MANY_PARTS = 5_000
+"""Half of the parts that S3 allows: from there on parts are larger, so that 10,000 make more than 300 GB."""
+LARGE_PART_BYTES = 64 * 1024 * 1024
 
 _MISSING = {"404", "NoSuchKey", "NotFound"}
 _PRECONDITION = {"412", "PreconditionFailed", "409", "ConditionalRequestConflict"}
@@ -192,7 +195,7 @@ class MultipartWriter:
     """Writes one object in parts, in order. As a context manager it completes on success and aborts on an exception.
 
     Killed before `complete` nothing is visible (the parts are garbage of the store's own lifecycle); after it all is.
-    Memory: one part.
+    Memory: one part, twice while it is sent.
     """
 
     def __init__(self, client: S3Client, bucket: str, key: str) -> None:
@@ -209,8 +212,13 @@ class MultipartWriter:
         """Append bytes."""
         self._buffer.write(data)
         self.size += len(data)
-        if self._buffer.tell() >= PART_BYTES:
+        if self._buffer.tell() >= (PART_BYTES if len(self._parts) < MANY_PARTS else LARGE_PART_BYTES):
             self._flush()
+
+    @property
+    def smallest_copy(self) -> int:
+        """Bytes from which on a range is worth a part of its own: 5 MiB, and more once many parts have been used."""
+        return MIN_PART_BYTES if len(self._parts) < MANY_PARTS else LARGE_PART_BYTES
 
     @property
     def can_copy(self) -> bool:

@@ -6,8 +6,11 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
+from msgspec.structs import replace
 
+from batch_pipeline import ids
 from batch_pipeline.errors import NotAllowedInState, NotFound
 from batch_pipeline.ledger import Ledger
 from batch_pipeline.ledger.records import Batch, BatchStatus
@@ -17,6 +20,7 @@ from batch_pipeline.results.merge import merge
 from batch_pipeline.results.verify import verify
 from batch_pipeline.settings import Settings
 from batch_pipeline.store import ObjectStore, keys
+from batch_pipeline.wire.lines import EngineResponse, ResultLine, encode_result
 from tests.fakes import answered
 
 ONE, UNKNOWN, AGREES = Finding.EXACTLY_ONE, Finding.NOTHING_UNKNOWN, Finding.MANIFEST_AGREES
@@ -209,6 +213,21 @@ def test_first_line_with_a_byte_order_mark_and_crlf_lines_are_proved(
     answered.commit_all(ledger, store, answered.lease_all(ledger), [[0, 2]])
     merge(batch.batch_id, ledger=ledger, store=store, settings=settings, run_id=None)
     assert verify(batch.batch_id, ledger=ledger, store=store).problems == []
+
+
+def test_answer_of_unusual_form_is_a_result_without_usage(
+    ledger: Ledger, store: ObjectStore, settings: Settings
+) -> None:
+    batch, leases = answered.in_progress(ledger, store, [[0, 1]])
+    usual, odd = (answered.answer(batch.batch_id, index) for index in (0, 1))
+    response = EngineResponse(200, "1", msgspec.Raw(b"[1, 2]"))
+    line = encode_result(ResultLine(ids.request_id(batch.batch_id, 1), answered.label(1), response, None))
+    odd = replace(odd, line=line, input_tokens=0, cached_tokens=0, output_tokens=0)
+    answered.commit(ledger, store, leases[0], [usual, odd])
+    merge(batch.batch_id, ledger=ledger, store=store, settings=settings, run_id=None)
+    proof = verify(batch.batch_id, ledger=ledger, store=store)
+    assert proof.problems == []
+    assert proof.counted.usage.input_tokens == usual.input_tokens
 
 
 def test_audit_leads_from_a_result_to_the_upload(merged: Batch, ledger: Ledger, store: ObjectStore) -> None:
