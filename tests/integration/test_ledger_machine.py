@@ -248,7 +248,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert len(chunks) == len(expected.chunks)
         for chunk, model in zip(chunks, expected.chunks, strict=True):
             assert (chunk.state, chunk.token, chunk.failures) == (model.state, model.token, model.failures)
-            assert (chunk.result, {part.key for part in chunk.parts}) == (model.result, set(model.parts))
+            assert (chunk.result, [part.key for part in chunk.parts]) == (model.result, list(model.parts))
             assert chunk.expires_at == (model.expires_at if model.state == ChunkState.LEASED else None)
             assert chunk.token >= self.tokens[chunk.batch_id, chunk.chunk]
             self.tokens[chunk.batch_id, chunk.chunk] = chunk.token
