@@ -38,7 +38,8 @@ class FileReport:
         """What is wrong with the file as a whole: it is empty, or has too many requests."""
 
     def __iter__(self) -> Iterator[LineProblem]:
-        return self._scan.read_problems()
+        # A generator of its own keeps this report, and with it the files, alive while it is read.
+        yield from self._scan.read_problems()
 
 
 def check_file(source: Path | BinaryIO, endpoint: str, settings: Settings) -> FileReport:

@@ -10,6 +10,7 @@ Which of two lines with one `custom_id` keeps it is for the whole file to say (`
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -95,6 +96,8 @@ _objects = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _bodies: dict[str, msgspec.json.Decoder[Body]] = {
     endpoint: msgspec.json.Decoder(body) for endpoint, body in BODIES.items()
 }
+_TEXTS_AND_BRACKETS = re.compile(rb'"(?:[^"\\]++|\\(?:.|\Z))*+(?:"|\Z)|[\[\]{}]', re.DOTALL)
+_OPENING, _CLOSING = frozenset(b"{["), frozenset(b"}]")
 _hash = xxhash.xxh3_64_intdigest
 
 
@@ -141,24 +144,15 @@ def readable_custom_id(line: bytes) -> str | None:
 def depth_of(line: bytes, enough: int) -> int:
     """Return how deeply a JSON text is nested, counting no further than one above `enough`. Needs no valid JSON."""
     depth = deepest = 0
-    in_text = escaped = False
-    for byte in line:
-        if in_text:
-            if escaped:
-                escaped = False
-            elif byte == 0x5C:
-                escaped = True
-            elif byte == 0x22:
-                in_text = False
-        elif byte == 0x22:
-            in_text = True
-        elif byte in (0x7B, 0x5B):
+    for token in _TEXTS_AND_BRACKETS.finditer(line):
+        kind = line[token.start()]
+        if kind in _OPENING:
             depth += 1
             if depth > deepest:
                 deepest = depth
                 if deepest > enough:
                     break
-        elif byte in (0x7D, 0x5D):
+        elif kind in _CLOSING:
             depth -= 1
     return deepest
 

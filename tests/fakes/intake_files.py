@@ -1,0 +1,84 @@
+"""Input files as customers write them, and batches that await intake."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from batch_pipeline import ids
+from batch_pipeline.ledger import Ledger
+from batch_pipeline.ledger.records import Batch, Door, NewBatch, NewChunk, OnInvalid
+from batch_pipeline.settings import Settings
+from batch_pipeline.store import ObjectStore, keys
+from batch_pipeline.wire.chunk_files import ChunkRequest, read_requests
+from tests.fakes.small_model import NAME, small_settings
+
+CHAT = "/v1/chat/completions"
+BAD = b'{"custom_id": "bad", "method": "POST"'
+
+
+def request_line(number: int, *, system: str | None = None, **body: Any) -> bytes:
+    """The line of a request with the custom_id `request-NUMBER`."""
+    messages = [{"role": "user", "content": f"question {number}"}]
+    if system is not None:
+        messages.insert(0, {"role": "system", "content": system})
+    request = {
+        "custom_id": f"request-{number}",
+        "method": "POST",
+        "url": CHAT,
+        "body": {"model": NAME, "messages": messages, "max_tokens": 8, **body},
+    }
+    return json.dumps(request).encode()
+
+
+def file_of(lines: Iterable[bytes]) -> bytes:
+    """A file with these lines."""
+    return b"".join(line + b"\n" for line in lines)
+
+
+def intake_settings(settings: Settings, model: Path, scratch: Path, **changes: int) -> Settings:
+    """Settings of a test with the small model, a scratch folder of its own, and changed limits of intake."""
+    small = small_settings(model, scratch_dir=str(scratch), **changes)
+    return msgspec.structs.replace(settings, intake=small.intake, models=small.models)
+
+
+def uploaded(
+    ledger: Ledger, store: ObjectStore, data: bytes, *, on_invalid: OnInvalid = OnInvalid.SKIP, batch_id: str = ""
+) -> Batch:
+    """A batch whose bytes are ours and which awaits intake."""
+    batch_id = batch_id or ids.new_batch_id()
+    etag = store.put(keys.input_file(batch_id), data)
+    return ledger.batches.create(
+        NewBatch(
+            batch_id=batch_id,
+            customer="acme",
+            name="batch",
+            door=Door.CLI,
+            endpoint=CHAT,
+            window_seconds=86_400,
+            on_invalid=on_invalid,
+            creation_key=f"test:{batch_id}",
+            input_key=keys.input_file(batch_id),
+            input_bytes=len(data),
+            input_etag=etag,
+        )
+    )
+
+
+def requests_in(store: ObjectStore, chunks: Iterable[NewChunk]) -> Iterator[ChunkRequest]:
+    """The requests of these chunks, as workers read them."""
+    for chunk in chunks:
+        yield from read_requests(store.get(chunk.input_key))
+
+
+def objects_below(store: ObjectStore, batch_id: str) -> dict[str, bytes]:
+    """What intake has written of a batch: keys and bytes."""
+    return {
+        info.key: store.get(info.key)
+        for info in store.list(keys.batch(batch_id))
+        if info.key != keys.input_file(batch_id)
+    }
