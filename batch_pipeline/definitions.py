@@ -17,14 +17,12 @@ def make_definitions(settings: configuration.Settings) -> dg.Definitions:
     intake_job = dg.define_asset_job(
         "intake",
         selection=[assets.request_chunks],
-        partitions_def=assets.batches,
         executor_def=dg.in_process_executor,
         description="Validate the file of a batch, order its requests and cut them into chunks.",
     )
     merge_job = dg.define_asset_job(
         "merge",
         selection=[assets.batch_results],
-        partitions_def=assets.batches,
         executor_def=dg.in_process_executor,
         description="Assemble the results of a batch, prove that they are whole, and make them visible.",
     )

@@ -5,11 +5,12 @@ Dagster's users expect them.
 """
 
 import os
+import threading
 from typing import NamedTuple
 
 import dagster as dg
+import msgspec
 from dagster_aws.s3 import S3Resource
-from pydantic import PrivateAttr
 
 from batch_pipeline import settings as configuration
 from batch_pipeline.ledger import Ledger
@@ -27,20 +28,26 @@ class Parts(NamedTuple):
     store: ObjectStore
 
 
+_opened: dict[bytes, Parts] = {}
+"""The parts that this process has opened, by configuration: Dagster makes a new resource for every tick and run."""
+_opening = threading.Lock()
+
+
 class Service(dg.ConfigurableResource[Parts]):
     """The service's parts. `open` gives them; they are made once a process."""
 
     s3: dg.ResourceDependency[S3Resource]
     bucket: str
-    _parts: Parts | None = PrivateAttr(default=None)
 
     def open(self) -> Parts:
         """Return the parts. Raises SettingsError or OperatorError with one clear line."""
-        if self._parts is None:
-            settings = configuration.load()
-            store = ObjectStore(self.s3.get_client(), self.bucket)
-            self._parts = Parts(settings, Ledger.from_settings(settings), store)
-        return self._parts
+        settings = configuration.load()
+        key = msgspec.json.encode((settings, self.bucket))
+        with _opening:
+            if key not in _opened:
+                store = ObjectStore(self.s3.get_client(), self.bucket)
+                _opened[key] = Parts(settings, Ledger.from_settings(settings), store)
+            return _opened[key]
 
 
 def make_resources(settings: configuration.Settings) -> dict[str, dg.ConfigurableResource[object]]:

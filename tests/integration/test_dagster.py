@@ -1,0 +1,233 @@
+"""Dagster's face, in one process: the sensors request the runs, the runs do what their names say. Real S3, real ledger."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+
+from batch_pipeline import settings as configuration
+from batch_pipeline.ledger import Ledger
+from batch_pipeline.ledger.records import BatchStatus
+from batch_pipeline.settings import CONFIG_VARIABLE, Settings
+from batch_pipeline.store import ObjectStore
+from tests.fakes.engine import RunningFake, running
+
+ASSETS = ("uploads", "request_chunks", "chunk_results", "batch_results")
+
+
+def _line(custom_id: str, content: str = "hello", **body: Any) -> bytes:
+    request = {
+        "custom_id": custom_id,
+        "method": "POST",
+        "url": "/v1/chat/completions",
+        "body": {
+            "model": "smollm2-135m",
+            "messages": [{"role": "user", "content": content}],
+            "max_tokens": 8,
+            **body,
+        },
+    }
+    return json.dumps(request).encode() + b"\n"
+
+
+class CodeLocation:
+    """The code location with an instance of its own: ticks sensors, and executes what they request."""
+
+    def __init__(self, settings: Settings, instance: dg.DagsterInstance) -> None:
+        from batch_pipeline.definitions import make_definitions
+
+        self.settings = settings
+        self.instance = instance
+        self.definitions = make_definitions(settings)
+        self.repository = self.definitions.get_repository_def()
+
+    def tick(self, sensor: str) -> list[dg.RunRequest]:
+        """Evaluate a sensor once, and do with its answer what the daemon does, short of executing the runs."""
+        with dg.SensorEvaluationContext(
+            instance_ref=self.instance.get_ref(),
+            last_tick_completion_time=None,
+            last_run_key=None,
+            cursor=None,
+            log_key=None,
+            repository_name=self.repository.name,
+            repository_def=self.repository,
+            sensor_name=sensor,
+            resources=self.repository.get_top_level_resources(),
+        ) as context:
+            result = self.repository.get_sensor_def(sensor).evaluate_tick(context)
+        for request in result.dynamic_partitions_requests or []:
+            assert isinstance(request, dg.AddDynamicPartitionsRequest)
+            self.instance.add_dynamic_partitions(request.partitions_def_name, list(request.partition_keys))
+        for event in result.asset_events:
+            assert isinstance(event, dg.AssetMaterialization)
+            self.instance.report_runless_asset_event(event)
+        return list(result.run_requests or [])
+
+    def execute(self, request: dg.RunRequest) -> dg.ExecuteInProcessResult:
+        """Execute a requested run in this process."""
+        job = self.definitions.resolve_job_def(str(request.job_name))
+        return job.execute_in_process(
+            instance=self.instance, partition_key=request.partition_key, tags=dict(request.tags), raise_on_error=True
+        )
+
+    def launch(self, asset: str, batch_id: str, **config: Any) -> dg.ExecuteInProcessResult:
+        """Materialize one asset for one batch, as the UI's button does."""
+        job = self.repository.get_implicit_global_asset_job_def()
+        return job.get_subset(asset_selection={dg.AssetKey(asset)}).execute_in_process(
+            instance=self.instance,
+            partition_key=batch_id,
+            run_config={"ops": {asset: {"config": config}}} if config else {},
+        )
+
+    def materialized(self, asset: str) -> set[str]:
+        """Return the batches for which an asset is materialized."""
+        return self.instance.get_materialized_partitions(dg.AssetKey(asset))
+
+
+@pytest.fixture
+def engine() -> Iterator[RunningFake]:
+    with running() as fake:
+        yield fake
+
+
+@pytest.fixture
+def location(
+    engine: RunningFake, settings_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[CodeLocation]:
+    with settings_file.open("a", encoding="utf-8") as file:
+        file.write("\n[worker]\nwarm_seconds = 0.1\npoll_seconds = 0.05\n")
+    monkeypatch.setenv(CONFIG_VARIABLE, str(settings_file))
+    monkeypatch.setenv("BATCH_PIPELINE__MODELS__SMOLLM2-135M__ENGINE_URL", engine.url)
+    with dg.instance_for_test(temp_dir=str(tmp_path)) as instance:
+        yield CodeLocation(configuration.load(), instance)
+
+
+@pytest.fixture
+def parts(location: CodeLocation) -> tuple[Ledger, ObjectStore]:
+    return Ledger.from_settings(location.settings), ObjectStore.open(location.settings.store)
+
+
+def _drop(store: ObjectStore, data: bytes, name: str = "questions") -> None:
+    store.put(f"inbox/acme/{name}.jsonl", data)
+
+
+def _run_through(location: CodeLocation) -> str:
+    """Bring the one dropped file through all three kinds of runs; return its batch's id."""
+    (intake,) = location.tick("drop_folder")
+    assert location.execute(intake).success
+    (worker,) = location.tick("gpu_workers")
+    assert location.execute(worker).success
+    (merge,) = location.tick("batch_progress")
+    assert location.execute(merge).success
+    location.tick("batch_progress")
+    return str(intake.partition_key)
+
+
+def test_a_dropped_file_becomes_results_with_its_lineage(
+    location: CodeLocation, parts: tuple[Ledger, ObjectStore]
+) -> None:
+    ledger, store = parts
+    _drop(store, b"".join(_line(f"q{i}") for i in range(5)) + b"{bad\n")
+    batch_id = _run_through(location)
+
+    batch = ledger.batches.get(batch_id)
+    assert batch.status == BatchStatus.COMPLETED
+    assert (batch.total, batch.completed, batch.invalid) == (6, 5, 1)
+    for asset in ASSETS:
+        assert location.materialized(asset) == {batch_id}, asset
+    lines = store.get("outbox/acme/questions/output.jsonl").splitlines()
+    assert [json.loads(line)["custom_id"] for line in lines] == [f"q{i}" for i in range(5)]
+    assert json.loads(store.get("outbox/acme/questions/status.json"))["status"] == "completed"
+    assert store.head("inbox/acme/questions.jsonl") is None
+
+
+def test_every_result_file_is_proved_by_checks(location: CodeLocation, parts: tuple[Ledger, ObjectStore]) -> None:
+    _drop(parts[1], _line("a"))
+    (intake,) = location.tick("drop_folder")
+    location.execute(intake)
+    (worker,) = location.tick("gpu_workers")
+    location.execute(worker)
+    (merge,) = location.tick("batch_progress")
+    result = location.execute(merge)
+    checks = {check.check_name: check.passed for check in result.get_asset_check_evaluations()}
+    assert checks == {"exactly_one_result": True, "nothing_unknown": True, "manifest_agrees": True}
+
+
+def test_launching_any_asset_again_changes_nothing(location: CodeLocation, parts: tuple[Ledger, ObjectStore]) -> None:
+    ledger, store = parts
+    _drop(store, _line("a") + _line("b"))
+    batch_id = _run_through(location)
+    before = ledger.batches.get(batch_id)
+    output = store.get(str(before.output_key))
+    for asset in ASSETS[1:]:
+        assert location.launch(asset, batch_id).success
+    assert location.launch("batch_results", batch_id, rebuild=True).success
+    assert ledger.batches.get(batch_id) == before
+    assert store.get(str(before.output_key)) == output
+
+
+def test_two_ticks_before_the_run_starts_request_one_intake(
+    location: CodeLocation, parts: tuple[Ledger, ObjectStore]
+) -> None:
+    _drop(parts[1], _line("a"))
+    assert len(location.tick("drop_folder")) == 1
+    assert location.tick("drop_folder") == []
+
+
+def test_a_run_that_never_came_is_requested_again(
+    location: CodeLocation, parts: tuple[Ledger, ObjectStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sensors.runs.LONGEST_PAUSE_SECONDS", 0.0)
+    _drop(parts[1], _line("a"))
+    (first,) = location.tick("drop_folder")
+    (second,) = location.tick("drop_folder")
+    assert first.partition_key == second.partition_key
+    assert first.run_key != second.run_key
+
+
+def test_many_files_are_taken_in_bounded_ticks(
+    location: CodeLocation, parts: tuple[Ledger, ObjectStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = location.settings.scheduling.sensor_batch
+    for number in range(limit + 5):
+        _drop(parts[1], _line("a"), name=f"file-{number:03d}")
+    assert len(location.tick("drop_folder")) == limit
+    assert len(location.tick("drop_folder")) == 5
+
+
+def test_a_batch_that_is_not_done_is_not_merged(location: CodeLocation, parts: tuple[Ledger, ObjectStore]) -> None:
+    ledger, store = parts
+    _drop(store, _line("a"))
+    (intake,) = location.tick("drop_folder")
+    location.execute(intake)
+    with pytest.raises(dg.Failure, match="chunks"):
+        location.launch("batch_results", str(intake.partition_key))
+    assert ledger.batches.get(str(intake.partition_key)).status == BatchStatus.IN_PROGRESS
+
+
+def test_pools_have_the_limits_of_the_catalogue(location: CodeLocation) -> None:
+    location.tick("gpu_workers")
+    limits = {pool.name: pool.limit for pool in location.instance.event_log_storage.get_pool_limits()}
+    assert limits["smollm2-135m"] == location.settings.models["smollm2-135m"].pool_limit
+
+
+def test_no_worker_is_launched_without_backlog_nor_beyond_the_pool(
+    location: CodeLocation, parts: tuple[Ledger, ObjectStore]
+) -> None:
+    assert location.tick("gpu_workers") == []
+    _drop(parts[1], _line("a"))
+    (intake,) = location.tick("drop_folder")
+    location.execute(intake)
+    assert len(location.tick("gpu_workers")) == 1
+
+
+def test_a_worker_waits_as_a_queued_run_in_the_pool_of_its_model(location: CodeLocation) -> None:
+    job = location.definitions.resolve_job_def("gpu_worker_smollm2_135m")
+    (node,) = job.nodes
+    assert node.definition.pool == "smollm2-135m"  # type: ignore[attr-defined]
+    assert "dagster-k8s/config" in job.tags
