@@ -300,6 +300,34 @@ def test_verify_proves_and_refutes(cli: Run, completed: str, parts: Parts, capsy
     assert json.loads(capsys.readouterr().out)["verdicts"]["exactly_one_result"]["count"] > 0
 
 
+def test_audit_follows_a_result_back_to_the_upload(
+    cli: Run, completed: str, parts: Parts, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli("audit", completed, "--custom-id", "d", "--json") == 0
+    trail = json.loads(capsys.readouterr().out)
+    (request,) = trail["requests"]
+    assert (request["line"], request["source_is_identical"]) == (4, True)
+    assert (request["chunk"]["worker"], request["chunk"]["run_id"]) == ("worker-1", "run-1")
+    place = request["input"]
+    assert json.loads(parts.store.get_range(place["key"], place["offset"], place["length"]))["custom_id"] == "d"
+    assert cli("audit", completed, "--index", "3") == 0
+    printed = capsys.readouterr().out
+    for told in ("line 4 (index 3), custom_id 'd'", "the same bytes", "worker-1", "1.2.3", "run run-2", "committed"):
+        assert told in printed
+
+
+def test_audit_of_a_whole_batch_has_every_event(cli: Run, completed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli("audit", completed) == 0
+    printed = capsys.readouterr().out
+    for event in ("created", "in_progress", "leased", "committed", "finalizing", "completed"):
+        assert event in printed
+
+
+def test_audit_names_a_request_in_one_way_only(cli: Run, completed: str) -> None:
+    assert cli("audit", completed, "--custom-id", "d", "--index", "3") == 2
+    assert cli("audit", completed, "--custom-id", "unknown") == 1
+
+
 @pytest.mark.parametrize("command", ["status", "watch", "cancel", "verify", "audit"])
 def test_an_unknown_batch_is_said_to_be_unknown(
     cli: Run, command: str, parts: Parts, capsys: pytest.CaptureFixture[str]
