@@ -166,7 +166,12 @@ class VllmServer:
 
 
 def vllm_command(name: str, model: Model, port: int) -> list[str]:
-    """Return the command of vLLM's server for a model (its console script needs a package of its name)."""
+    """Return the command of vLLM's server for a model (its console script needs a package of its name).
+
+    Raises EngineError where the model's folder is missing: vLLM would take its path for a name to download.
+    """
+    if not Path(model.source).is_dir():
+        raise EngineError(f"models.{name}.source: there is no folder {model.source}")
     return [
         sys.executable,
         *("-m", "vllm.entrypoints.openai.api_server"),

@@ -22,10 +22,12 @@ def serve(
     model: str,
     run_id: str | None = None,
     *,
+    ledger: Ledger | None = None,
+    store: ObjectStore | None = None,
     only_batches: Sequence[str] = (),
     on_batch_drained: Callable[[str], None] | None = None,
 ) -> WorkerReport:
-    """Build all the parts of a worker from the configuration and run it to its end.
+    """Build the parts of a worker from the configuration, those that are not given, and run it to its end.
 
     Raises SettingsError where the model is not in the catalogue, EngineError where its engine does not start or does
     not come back. The engine's log is in `logs` below the configured data folder.
@@ -34,11 +36,11 @@ def serve(
         raise SettingsError(f"models.{model} is not in the catalogue: add it, or name another")
     worker_id = ids.new_worker_id(model)
     log = Path(settings.embedded.data_dir) / "logs" / f"engine-{worker_id}.log"
-    ledger = Ledger.from_settings(settings)
+    opened = ledger or Ledger.from_settings(settings)
     try:
         return Worker(
-            ledger=ledger,
-            store=ObjectStore.open(settings.store),
+            ledger=opened,
+            store=store or ObjectStore.open(settings.store),
             settings=settings,
             model=model,
             engine=engine_for(model, settings.models[model], log),
@@ -48,4 +50,5 @@ def serve(
             worker_id=worker_id,
         ).run()
     finally:
-        ledger.close()
+        if ledger is None:
+            opened.close()

@@ -1,10 +1,12 @@
 """Workers for tests: settings with short times, a worker in a thread or in a process of its own, and what it committed.
 
-As a program it is a worker that can be killed:  python tests/fakes/workers.py CONFIG --lease-seconds 2 ...
+As a program (`start_process`) it is a worker that can be killed and measured.
 """
 
 from __future__ import annotations
 
+import resource
+import subprocess
 import sys
 import threading
 import time
@@ -27,6 +29,7 @@ from batch_pipeline.worker import Worker, WorkerReport
 from tests.fakes import engine as fake_engine
 
 MODEL = fake_engine.MODEL
+REPOSITORY = Path(__file__).resolve().parents[2]
 QUICK: dict[str, Any] = {
     "lease_seconds": 20.0,
     "heartbeat_seconds": 0.1,
@@ -35,6 +38,14 @@ QUICK: dict[str, Any] = {
     "warm_seconds": 0.3,
     "grace_seconds": 5.0,
 }
+
+
+class Life(msgspec.Struct, frozen=True):
+    """What a worker's process tells at its end."""
+
+    report: WorkerReport
+    cpu_seconds: float
+    max_rss_bytes: int
 
 
 def quick(settings: Settings, *, model: dict[str, Any] | None = None, **worker: Any) -> Settings:
@@ -110,10 +121,18 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_seconds: float 
         time.sleep(0.01)
 
 
+def start_process(config: Path, ledger_url: str, engine: str, **overrides: Any) -> subprocess.Popen[bytes]:
+    """Start a worker as a process; `engine` is a URL or `child:JOURNAL`. It prints its Life."""
+    arguments = [str(config), ledger_url, engine, msgspec.json.encode(overrides).decode()]
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.fakes.workers", *arguments], stdout=subprocess.PIPE, cwd=REPOSITORY
+    )
+
+
 def main() -> None:
-    """Run one worker with the configuration file and the engine's URL (or `child:JOURNAL`) of the command line."""
-    file, engine_word, ledger_url = sys.argv[1:4]
-    overrides = msgspec.json.decode(sys.argv[4].encode()) if len(sys.argv) > 4 else {}
+    """Run one worker as `start_process` says."""
+    file, ledger_url, engine_word = sys.argv[1:4]
+    overrides = msgspec.json.decode(sys.argv[4].encode())
     settings = quick(configuration.load(Path(file), environment={}), **overrides)
     engine: Engine = attached(engine_word)
     if engine_word.startswith("child:"):
@@ -121,7 +140,9 @@ def main() -> None:
         engine = child_engine(Path(journal).with_suffix(".log"), "--journal", journal, "--delay", "0.05")
     ledger = Ledger.open(ledger_url, lease_seconds=settings.worker.lease_seconds)
     report = make_worker(ledger, ObjectStore.open(settings.store), settings, engine).run()
-    print(msgspec.json.encode(report).decode(), flush=True)
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    life = Life(report, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024)
+    print(msgspec.json.encode(life).decode(), flush=True)
 
 
 if __name__ == "__main__":

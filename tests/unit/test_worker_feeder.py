@@ -1,0 +1,160 @@
+"""The feeder: leases in their order, rows in theirs, pauses aside, nothing after the deadline."""
+
+from __future__ import annotations
+
+import pytest
+
+from batch_pipeline.errors import ProofFailed
+from batch_pipeline.ledger.records import Lease, LeaseRef
+from batch_pipeline.wire.chunk_files import ChunkRequest, FinishedRequest
+from batch_pipeline.worker.chunk import Flight, HeldChunk, Phase
+from batch_pipeline.worker.feeder import Feeder
+
+BATCH = "batch_" + "0" * 32
+
+
+def held(number: int, indexes: list[int], deadline_at: float = 1000.0, load: bool = True) -> HeldChunk:
+    lease = Lease(
+        ref=LeaseRef(BATCH, number, 1),
+        customer="acme",
+        endpoint="/v1/chat/completions",
+        model="m",
+        input_key="k",
+        requests=len(indexes),
+        parts=[],
+        expires_at=0.0,
+        deadline_at=deadline_at,
+        attempts=1,
+        tokens=1,
+    )
+    chunk = HeldChunk(lease, "nonce", valid_until=60.0)
+    if load:
+        chunk.load(rows(indexes), [])
+    return chunk
+
+
+def rows(indexes: list[int]) -> list[ChunkRequest]:
+    return [ChunkRequest(index, str(index), b"{}", 1, 1) for index in indexes]
+
+
+def result(index: int) -> FinishedRequest:
+    return FinishedRequest(index, False, b"{}\n", 1, 0, 1)
+
+
+def nobody(_chunk: HeldChunk) -> None:
+    raise AssertionError("nothing is late here")
+
+
+def feed_all(feeder: Feeder, now: float = 0.0) -> list[int]:
+    fed = []
+    while (flight := feeder.next(now, 0.0, nobody)) is not None:
+        fed.append(flight.request.index)
+    return fed
+
+
+def test_chunks_are_fed_in_the_order_of_their_leases_and_rows_in_their_order() -> None:
+    feeder = Feeder()
+    feeder.add(held(0, [5, 3, 4]))
+    feeder.add(held(1, [9, 1]))
+    assert feeder.unfed == 5
+    assert feed_all(feeder) == [5, 3, 4, 9, 1]
+    assert feeder.unfed == 0
+
+
+def test_a_chunk_that_is_being_loaded_counts_and_does_not_hold_up_the_next_one() -> None:
+    feeder = Feeder()
+    loading = held(0, [1, 2], load=False)
+    feeder.add(loading)
+    feeder.add(held(1, [3]))
+    assert feeder.unfed == 3
+    assert feed_all(feeder) == [3]
+    loading.load(rows([1, 2]), [])
+    assert feed_all(feeder) == [1, 2]
+
+
+def test_a_request_that_pauses_never_holds_up_fresh_work_and_goes_on_when_its_pause_is_over() -> None:
+    feeder = Feeder()
+    chunk = held(0, [1, 2, 3])
+    feeder.add(chunk)
+    flight = feeder.next(0.0, 0.0, nobody)
+    assert flight is not None
+    feeder.pause(flight, until=10.0)
+    assert feeder.next_pause_ends() == 10.0
+    assert feed_all(feeder, now=9.9) == [2, 3]
+    assert feed_all(feeder, now=10.0) == [1]
+    assert feeder.next_pause_ends() is None
+
+
+def test_pauses_end_in_the_order_of_their_ends() -> None:
+    feeder = Feeder()
+    chunk = held(0, [1, 2, 3])
+    for request, until in zip(chunk.waiting, (3.0, 1.0, 2.0), strict=True):
+        feeder.pause(Flight(chunk, request), until)
+    assert feed_all(feeder, now=3.0) == [2, 3, 1]
+
+
+def test_a_request_that_never_reached_the_engine_goes_first() -> None:
+    feeder = Feeder()
+    chunk = held(0, [1, 2])
+    feeder.add(chunk)
+    flight = feeder.next(0.0, 0.0, nobody)
+    assert flight is not None
+    feeder.again(flight)
+    assert feed_all(feeder) == [1, 2]
+
+
+def test_nothing_of_a_batch_past_its_deadline_is_fed_and_the_others_go_on() -> None:
+    feeder = Feeder()
+    late_chunk = held(0, [1, 2], deadline_at=100.0)
+    feeder.add(late_chunk)
+    feeder.add(held(1, [3], deadline_at=200.0))
+    feeder.pause(Flight(late_chunk, rows([7])[0]), until=0.0)
+    late: list[HeldChunk] = []
+    flight = feeder.next(0.0, 100.0, late.append)
+    assert flight is not None
+    assert flight.request.index == 3
+    assert set(late) == {late_chunk}
+
+
+def test_a_removed_chunk_is_fed_no_more_wherever_its_requests_were() -> None:
+    feeder = Feeder()
+    chunk = held(0, [1, 2, 3])
+    feeder.add(chunk)
+    first, second = feeder.next(0.0, 0.0, nobody), feeder.next(0.0, 0.0, nobody)
+    assert first is not None
+    assert second is not None
+    feeder.pause(first, until=0.0)
+    feeder.again(second)
+    feeder.remove(chunk)
+    assert feed_all(feeder) == []
+    assert feeder.unfed == 0
+
+
+def test_what_earlier_attempts_had_finished_is_not_fed_and_counts_as_done() -> None:
+    chunk = held(0, [4, 5, 6], load=False)
+    chunk.load(rows([4, 5, 6]), [result(5), result(4)])
+    assert [request.index for request in chunk.waiting] == [6]
+    assert chunk.unsaved == []
+    chunk.finish(result(6))
+    assert chunk.is_complete
+    assert sorted(finished.index for finished in chunk.results()) == [4, 5, 6]
+
+
+def test_a_request_never_gets_two_results_and_no_chunk_is_committed_with_one_missing() -> None:
+    chunk = held(0, [4, 5])
+    chunk.finish(result(4))
+    with pytest.raises(ProofFailed, match="has a result already"):
+        chunk.finish(result(4))
+    with pytest.raises(ProofFailed, match="not of this chunk"):
+        chunk.finish(result(9))
+    with pytest.raises(ProofFailed, match="1 of 2 requests have no result"):
+        chunk.results()
+
+
+def test_an_input_that_is_not_the_chunk_that_the_ledger_knows_is_refused() -> None:
+    chunk = held(0, [4, 5], load=False)
+    with pytest.raises(ProofFailed, match="holds 1 requests, not 2"):
+        chunk.load(rows([4]), [])
+    with pytest.raises(ProofFailed, match="holds request 9"):
+        chunk.load(rows([4, 5]), [result(9)])
+    assert chunk.phase is Phase.LOADING
