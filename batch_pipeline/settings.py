@@ -147,15 +147,15 @@ def load(path: Path | None = None, environment: Mapping[str, str] | None = None)
             raise SettingsError(f"{file}: not valid TOML: {error}") from error
     elif must_exist:
         raise SettingsError(f"{file}: no such file; set {CONFIG_VARIABLE} to your configuration, or leave it unset")
-    _apply_overrides(raw, variables)
+    where = " with ".join([str(file)] * file.is_file() + _apply_overrides(raw, variables))
     try:
         settings = msgspec.convert(raw, Settings, strict=False)
     except msgspec.ValidationError as error:
-        raise SettingsError(f"{file}: {error}") from error
+        raise SettingsError(f"{where}: {error}") from error
     settings = _absolute(settings, file.parent.resolve())
     problems = check(settings)
     if problems:
-        raise SettingsError(f"{file}: {'; '.join(problems)}")
+        raise SettingsError(f"{where}: {'; '.join(problems)}")
     return settings
 
 
@@ -207,10 +207,10 @@ def _file(path: Path | None, variables: Mapping[str, str]) -> tuple[Path, bool]:
     return Path(DEFAULT_FILE), False
 
 
-def _apply_overrides(raw: dict[str, Any], variables: Mapping[str, str]) -> None:
-    for variable, text in sorted(variables.items()):
-        if not variable.startswith(OVERRIDE_PREFIX):
-            continue
+def _apply_overrides(raw: dict[str, Any], variables: Mapping[str, str]) -> list[str]:
+    """Put the variables' values in their places and return the variables' names."""
+    overriding = sorted(variable for variable in variables if variable.startswith(OVERRIDE_PREFIX))
+    for variable in overriding:
         parts = variable.removeprefix(OVERRIDE_PREFIX).lower().split("__")
         table = raw
         for part in parts[:-1]:
@@ -218,7 +218,8 @@ def _apply_overrides(raw: dict[str, Any], variables: Mapping[str, str]) -> None:
             if not isinstance(inner, dict):
                 raise SettingsError(f"{variable}: {part} is not a table")
             table = inner
-        table[parts[-1]] = _value(variable, text)
+        table[parts[-1]] = _value(variable, variables[variable])
+    return overriding
 
 
 def _value(variable: str, text: str) -> Any:
