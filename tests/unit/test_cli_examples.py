@@ -57,7 +57,8 @@ def test_the_requests_of_a_file_share_a_system_prompt_and_want_short_answers(nam
     bad = {entry["line"] for entry in BAD_LINES[name]}
     lines = (EXAMPLES / name).read_text(encoding="utf-8").splitlines()
     bodies = [json.loads(line)["body"] for number, line in enumerate(lines, 1) if number not in bad]
-    systems = Counter(body["messages"][0]["content"] for body in bodies)
-    assert list(systems.values()) == [len(bodies)]
-    assert min(map(len, systems)) > 400
+    shared = Counter(json.dumps(body["messages"][:-1]) for body in bodies)
+    assert list(shared.values()) == [len(bodies)]
+    assert min(map(len, shared)) > 600
+    assert all(body["messages"][0]["role"] == "system" for body in bodies)
     assert max(body["max_tokens"] for body in bodies) <= 24
