@@ -81,7 +81,7 @@ def make_environment() -> None:
     if sys.version_info[:2] != WANTED_PYTHON:
         have = ".".join(map(str, sys.version_info[:3]))
         raise SetUpError(
-            f"needs Python 3.11, and {sys.executable} is {have}: run `make PYTHON=/path/to/python3.11 ...`"
+            f"needs Python 3.11, but {sys.executable} is {have}: use `make PYTHON=/path/to/python3.11 ...`"
         )
     if is_usable():
         return

@@ -77,7 +77,7 @@ def test_failed_install_shows_the_end_of_its_output(
 ) -> None:
     monkeypatch.setattr(script, "LOG", tmp_path / "setup.log")
     monkeypatch.setattr(script, "PYTHON", Path(sys.executable))
-    with pytest.raises(script.SetUpError, match="(?s)`pip install no/such/file.whl` failed:.*no/such/file.whl"):
+    with pytest.raises(script.SetUpError, match=r"(?s)`pip install no/such/file\.whl` failed:.*no/such/file\.whl"):
         script.must_pip("install", "no/such/file.whl")
 
 
