@@ -174,7 +174,7 @@ def _by_customer(found: dict[str, _Found], taken: list[Any]) -> dict[str, int]:
     tokens: dict[str, int] = {}
     for row in taken:
         customer = found[row.batch_id].waiting.customer
-        tokens[customer] = tokens.get(customer, 0) + _tokens(row)
+        tokens[customer] = tokens.get(customer, 0) + max(_tokens(row), 1)  # nothing is free, or its owner had all turns
     return tokens
 
 

@@ -24,7 +24,7 @@ class WaitingBatch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CustomerShare(msgspec.Struct, frozen=True, kw_only=True):
-    """What a customer has had of the model's service, in virtual tokens, and its weight."""
+    """What a customer has had of the model's service, in virtual tokens, and its weight (above 0)."""
 
     weight: float = 1.0
     served: float = 0.0
@@ -60,7 +60,7 @@ def choose(
             order.append(batch.batch_id)
         taken[batch.batch_id] = taken.get(batch.batch_id, 0) + 1
         weight = shares.get(customer, CustomerShare()).weight
-        served[customer] += batch.pending_tokens / max(batch.pending_chunks, 1) / weight
+        served[customer] += max(batch.pending_tokens / max(batch.pending_chunks, 1), 1.0) / weight
         if taken[batch.batch_id] >= batch.pending_chunks:
             queues[customer].pop(0)
             if not queues[customer]:

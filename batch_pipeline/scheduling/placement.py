@@ -39,8 +39,9 @@ def plan_workers(
     """Return which workers to launch now.
 
     A model gets a worker for every `chunks_per_worker` pending chunks, up to its pool's limit, and one at least where
-    anything is pending. GPUs that are left go one by one to the model with the most pending tokens per worker (ties:
-    the nearest deadline), so that no model waits while another has several. A GPU that a model cannot use is not held.
+    anything is pending. GPUs that are left go one by one: first to models without a worker, so that none waits while
+    another gets several, then to the model with the most pending tokens per worker (ties: the nearest deadline). A GPU
+    that a model cannot use is not held.
     """
     by_model = {capacity.model: capacity for capacity in capacities}
     workers = {capacity.model: capacity.workers for capacity in capacities}
@@ -59,6 +60,7 @@ def plan_workers(
         neediest = max(
             candidates,
             key=lambda backlog: (
+                workers[backlog.model] == 0,
                 backlog.pending_tokens / (workers[backlog.model] + 1),
                 -backlog.first_deadline_at,
                 backlog.model,
