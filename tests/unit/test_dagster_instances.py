@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -44,5 +45,6 @@ def test_instance_at_scale_is_valid_and_agrees_with_the_embedded_one(tmp_path: P
 def test_launcher_at_scale_is_configured_as_dagster_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DAGSTER_K8S_NAMESPACE", "batch")
     launcher = yaml.safe_load((DEPLOY / "dagster.yaml").read_text(encoding="utf-8"))["run_launcher"]["config"]
-    checked = process_config(K8sRunLauncher.config_type(), launcher)
+    launcher_class: Any = K8sRunLauncher
+    checked = process_config(launcher_class.config_type(), launcher)
     assert checked.success, checked.errors
