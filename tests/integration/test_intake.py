@@ -40,7 +40,6 @@ from tests.fakes.intake_files import (
 )
 from tests.fakes.small_model import write_model
 
-
 MOST_CALLS = 60
 
 
