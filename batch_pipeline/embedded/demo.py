@@ -28,7 +28,7 @@ from batch_pipeline.ledger.records import BatchStatus
 from batch_pipeline.results import collect
 from batch_pipeline.results.outbox import STATUS
 from batch_pipeline.results.status import ErrorList, StatusDocument
-from batch_pipeline.results.verify import Proof, verify
+from batch_pipeline.results.verify import verify
 from batch_pipeline.settings import Settings
 from batch_pipeline.store import ObjectMissing, ObjectStore, keys
 
@@ -38,6 +38,7 @@ _POLL_SECONDS = 1.0
 _RUN_METADATA = "demo-run"
 _WINDOW = "2h"
 _SAMPLES = 2
+_PROBLEMS_SHOWN = 10
 _SHOWN_CHARACTERS = 80
 
 Say = Callable[[str], None]
@@ -254,14 +255,14 @@ def _report(
     say(f"  tokens    {batch.input_tokens} in ({batch.cached_tokens} of them cached), {batch.output_tokens} out")
     if document.cost is not None:
         say(f"  price     {document.cost:.6f} USD, at the batch discount")
-    problems = [*_surprises(drop, document), *_doubts(proof)]
+    problems = [*surprises(drop, document), *proof.problems[:_PROBLEMS_SHOWN]]
     say("  verified  exactly one result for each request" if proof.holds else "  NOT VERIFIED")
     for problem in problems:
         say(f"  PROBLEM   {problem}")
     return not problems
 
 
-def _surprises(drop: Drop, document: StatusDocument) -> list[str]:
+def surprises(drop: Drop, document: StatusDocument) -> list[str]:
     """Return how a batch ended otherwise than expected, one sentence each."""
     counts = document.counts
     good = drop.requests - drop.bad_lines
@@ -275,7 +276,3 @@ def _surprises(drop: Drop, document: StatusDocument) -> list[str]:
     return [
         f"{what}: expected {expected[what]}, found {found[what]}" for what in expected if found[what] != expected[what]
     ]
-
-
-def _doubts(proof: Proof) -> list[str]:
-    return proof.problems[:10]
