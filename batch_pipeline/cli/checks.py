@@ -78,8 +78,12 @@ def _configuration(app: App) -> Iterator[Finding]:
 
 def _object_store(app: App) -> Iterator[Finding]:
     store = app.settings.store
-    make_client(store).head_bucket(Bucket=store.bucket)
+    answer = make_client(store).head_bucket(Bucket=store.bucket)
+    # The header has whole seconds: half of one is the best guess of what it left out.
+    told = parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"]).timestamp() + 0.5
+    skew = told - time.time()
     yield Finding(part="object store", state=State.OK, detail=f"bucket {store.bucket} at {store.endpoint_url or 'AWS'}")
+    yield _clock("object store", skew)
     yield _conditional_puts(app.store)
 
 
@@ -98,25 +102,20 @@ def _conditional_puts(store: ObjectStore) -> Finding:
 
 
 def _ledger(app: App) -> Iterator[Finding]:
+    skew = app.ledger.now() - time.time()
     count = len(app.ledger.batches.recent(limit=1))
     detail = f"{_masked_url(app.settings.ledger.url)}{'' if count else ' (no batch yet)'}"
     yield Finding(part="ledger", state=State.OK, detail=detail)
+    yield _clock("ledger", skew)
 
 
-def _clocks(app: App) -> Iterator[Finding]:
-    here = time.time()
-    database = app.ledger.now() - here
-    answer = make_client(app.settings.store).head_bucket(Bucket=app.settings.store.bucket)
-    # The header has whole seconds: half of one is the best guess of what it left out.
-    told = parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"]).timestamp() + 0.5
-    skews = {"the database": database, "the object store": told - time.time()}
-    late = {whose: skew for whose, skew in skews.items() if abs(skew) > MAX_SKEW_SECONDS}
-    if late:
-        detail = "; ".join(f"{whose} is {skew:+.1f} s off this machine" for whose, skew in late.items())
-        yield Finding(part="clocks", state=State.MEND, detail=detail, mend="let both keep their time by NTP")
-        return
-    detail = ", ".join(f"{whose} within {max(1.0, abs(skew)):.0f} s" for whose, skew in skews.items())
-    yield Finding(part="clocks", state=State.OK, detail=f"{detail} of this machine's")
+def _clock(whose: str, skew_seconds: float) -> Finding:
+    """Whether a part's clock agrees with this machine's; `skew_seconds` above 0 where the part's is ahead."""
+    part = f"clock of the {whose}"
+    if abs(skew_seconds) <= MAX_SKEW_SECONDS:
+        return Finding(part=part, state=State.OK, detail=f"within {MAX_SKEW_SECONDS:.0f} s of this machine's")
+    detail = f"{skew_seconds:+.1f} s off this machine's"
+    return Finding(part=part, state=State.MEND, detail=detail, mend="let both keep their time by NTP")
 
 
 def _models(app: App) -> Iterator[Finding]:
@@ -155,9 +154,14 @@ def _engine(app: App) -> Iterator[Finding]:
         return
     # In a process of its own: the import takes seconds and much memory, and a broken build may end the process.
     program = "import vllm.entrypoints.openai.api_server, vllm; print(vllm.__version__)"
-    ran = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=_ENGINE_IMPORT_SECONDS, check=False
-    )
+    try:
+        ran = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, timeout=_ENGINE_IMPORT_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        detail = f"vLLM is not imported after {_ENGINE_IMPORT_SECONDS} s"
+        yield Finding(part="engine", state=State.MEND, detail=detail, mend="see what keeps this machine so busy")
+        return
     if ran.returncode == 0:
         yield Finding(part="engine", state=State.OK, detail=f"vLLM {ran.stdout.strip().splitlines()[-1]}")
         return
@@ -204,7 +208,6 @@ _CHECKS: dict[str, Check] = {
     "configuration": _configuration,
     "object store": _object_store,
     "ledger": _ledger,
-    "clocks": _clocks,
     "models": _models,
     "engine": _engine,
     "dagster": _dagster,
@@ -215,7 +218,6 @@ _ADVICE = {
     "configuration": "correct the configuration",
     "object store": "start it (`batch-pipeline up` starts the embedded one), or correct [store] in the configuration",
     "ledger": "start the database, or correct ledger.url",
-    "clocks": "mend the object store and the ledger first",
     "models": "correct [models] in the configuration",
     "engine": "install the extra `cpu` or `gpu`, or name an engine_url for each model",
     "dagster": "see the logs of the stack, then `batch-pipeline down` and `batch-pipeline up`",

@@ -358,7 +358,7 @@ def test_doctor_finds_what_works(
     monkeypatch.setenv(f"BATCH_PIPELINE__MODELS__{MODEL}__ENGINE_URL".upper(), "http://127.0.0.1:9")
     cli("doctor", "--json")
     findings = json.loads(capsys.readouterr().out)
-    for part in ("configuration", "object store", "conditional puts", "ledger", "clocks"):
+    for part in ("configuration", "object store", "conditional puts", "ledger", "clock of the object store"):
         assert entry(findings, part)["state"] == "ok"
     assert list(parts.store.list("doctor/")) == []
 
