@@ -40,7 +40,7 @@ def gpu_worker_job(model_name: str, model: Model) -> dg.JobDefinition:
     """Return the job of a model's workers."""
 
     @dg.op(
-        name=job_name(model_name),
+        name=job_name(model_name).replace("gpu_worker", "run_chunks", 1),  # a job and its op may not share a name
         pool=pool_name(model_name),
         description=f"Run chunks on {model_name} until there is no work, or the worker is told to leave.",
         out=dg.Out(dg.Nothing),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,16 @@ from dagster._config import process_config
 from dagster._core.instance.config import ConcurrencyConfig, PoolGranularity, dagster_instance_config
 from dagster_k8s import K8sRunLauncher
 
-from batch_pipeline.embedded.dagster_services import prepare_home
+from batch_pipeline.embedded.dagster_services import DEFINITIONS, prepare_home
 from batch_pipeline.models import Model
-from batch_pipeline.settings import Settings
+from batch_pipeline.settings import CONFIG_VARIABLE, Settings
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
+
+
+def test_code_location_loads_as_the_code_server_loads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CONFIG_VARIABLE, str(DEPLOY.parent / "batch-pipeline.toml"))
+    importlib.import_module(DEFINITIONS).defs.get_repository_def().load_all_definitions()
 
 
 def test_embedded_instance_has_a_place_for_every_worker_and_some_more(tmp_path: Path) -> None:
