@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import BinaryIO
 
 from batch_pipeline.intake.problems import LineProblem
-from batch_pipeline.intake.rules import Rules
 from batch_pipeline.intake.scan import Scan
 from batch_pipeline.ledger.records import BatchError
 from batch_pipeline.settings import Settings
@@ -24,7 +23,8 @@ class FileReport:
     def __init__(self, source: Path | BinaryIO, endpoint: str, settings: Settings) -> None:
         folder = Path(tempfile.mkdtemp(prefix="batch-pipeline-check-"))
         self._remove = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-        self._scan = Scan(Rules(settings, endpoint), settings.intake.max_requests, folder)
+        size = source.stat().st_size if isinstance(source, Path) else None
+        self._scan = Scan(settings, endpoint, folder, size)
         if isinstance(source, Path):
             with source.open("rb") as file, source.open("rb") as again:
                 summary = self._scan.run(_blocks(file), again, fill=False)

@@ -29,9 +29,9 @@ class CustomIds:
     def __len__(self) -> int:
         return len(self._hashes)
 
-    def add(self, hashes: list[int]) -> None:
-        """Append the hashes of further requests."""
-        self._hashes.extend(hashes)
+    def add(self, hashes: bytes) -> None:
+        """Append the hashes of further requests, each a native unsigned number of 64 bits."""
+        self._hashes.frombytes(hashes)
 
     def duplicates(self, read: Callable[[int], str]) -> tuple[Positions, Positions]:
         """Return the positions of later requests with an id that an earlier one has, ascending, and of the first ones.

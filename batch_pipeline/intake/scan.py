@@ -10,6 +10,7 @@ import hashlib
 import heapq
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import BinaryIO
 
@@ -18,12 +19,13 @@ import numpy as np
 import pyarrow as pa
 
 from batch_pipeline.intake.blocks import read_blocks
+from batch_pipeline.intake.checkers import check_all
 from batch_pipeline.intake.duplicates import CustomIds, Positions
-from batch_pipeline.intake.lines import check_block, readable_custom_id
+from batch_pipeline.intake.lines import readable_custom_id
 from batch_pipeline.intake.problems import LineProblem, duplicate
-from batch_pipeline.intake.rules import Rules
 from batch_pipeline.intake.table import Column, RequestTable, Summary, TableWriter
 from batch_pipeline.ledger.records import BatchError
+from batch_pipeline.settings import Settings
 from batch_pipeline.wire import codes
 
 FIRST_ERRORS = 50
@@ -42,9 +44,11 @@ class Scan:
     anybody and is made again.
     """
 
-    def __init__(self, rules: Rules, max_requests: int, folder: Path) -> None:
-        self._rules = rules
-        self._max_requests = max_requests
+    def __init__(self, settings: Settings, endpoint: str, folder: Path, size: int | None) -> None:
+        self._settings = settings
+        self._limits = settings.intake
+        self._endpoint = endpoint
+        self._size = size
         self._folder = folder
         self._sha256 = hashlib.sha256()
         self._bytes = 0
@@ -59,7 +63,7 @@ class Scan:
         with TableWriter(self.table) as writer:
             with self.problems.open("wb") as out:
                 invalid = self._check(stream, writer, out)
-            refused = self._total > self._max_requests
+            refused = self._total > self._limits.max_requests
             if refused:
                 return self._refuse(stream, writer)
             file.flush()
@@ -81,22 +85,23 @@ class Scan:
 
     def _check(self, stream: Iterator[bytes], writer: TableWriter, out: BinaryIO) -> int:
         invalid = 0
-        for block in read_blocks(stream, self._rules.max_line_bytes):
-            checked = check_block(block, self._rules)
-            writer.add(checked.requests)
-            self._ids.add([request.id_hash for request in checked.requests])
-            out.writelines(msgspec.json.encode(problem) + b"\n" for problem in checked.problems)
-            invalid += len(checked.problems)
-            self._total += len(checked.requests) + len(checked.problems)
-            if self._total > self._max_requests:
-                break
+        blocks = read_blocks(stream, self._limits.max_line_bytes)
+        with closing(check_all(blocks, self._settings, self._endpoint, self._size)) as checked_blocks:
+            for checked in checked_blocks:
+                writer.add(checked.requests)
+                self._ids.add(checked.requests.id_hashes)
+                out.writelines(msgspec.json.encode(problem) + b"\n" for problem in checked.problems)
+                invalid += len(checked.problems)
+                self._total += checked.requests.rows + len(checked.problems)
+                if self._total > self._limits.max_requests:
+                    break
         return invalid
 
     def _refuse(self, stream: Iterator[bytes], writer: TableWriter) -> Summary:
         """The file has too many requests: read the rest for its hash only, and keep nothing of it."""
         for _ in stream:
             pass
-        message = f"the file has more than {self._max_requests} requests; divide it into several files"
+        message = f"the file has more than {self._limits.max_requests} requests; divide it into several files"
         summary = Summary(
             total=0,
             invalid=0,

@@ -15,7 +15,6 @@ import msgspec
 
 from batch_pipeline import ids
 from batch_pipeline.intake import spool
-from batch_pipeline.intake.rules import Rules
 from batch_pipeline.intake.scan import Scan
 from batch_pipeline.ledger import Ledger
 from batch_pipeline.ledger.records import Batch, BatchStatus
@@ -52,7 +51,7 @@ def validate(
         return ValidationSummary(total=batch.total, invalid=batch.invalid, input_sha256=batch.input_sha256 or "")
     scratch = settings.intake.scratch_dir
     with spool.workspace(scratch, batch_id) as folder:
-        scan = Scan(Rules(settings, batch.endpoint), settings.intake.max_requests, folder)
+        scan = Scan(settings, batch.endpoint, folder, batch.input_bytes)
         copy = folder / "input.jsonl"
         with copy.open("w+b") as file:
             found = scan.run(spool.pieces(store, batch.input_key, batch.input_bytes), file, fill=True)
