@@ -25,6 +25,7 @@ import re
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,6 +37,8 @@ from aiohttp import web
 MODEL = "smollm2-135m"
 CONTEXT = 2048
 VERSION = "0.32.0"
+STARVED_SECONDS = 10.0
+"""After so long without new requests, an engine that wants more of them has been starved."""
 _DIRECTIVE = re.compile(r"\[\[([a-z0-9]+)(?::([0-9.]+))?\]\]")
 _ENDPOINTS = {"/v1/chat/completions": "chatcmpl", "/v1/completions": "cmpl"}
 
@@ -64,19 +67,20 @@ class Stats(msgspec.Struct):
     answered: int = 0
     in_flight: int = 0
     max_in_flight: int = 0
-    levels: list[int] = []
-    """In flight, itself included, at each arrival."""
-    arrivals: list[float] = []
-    """When each request came, in seconds of this machine's monotonic clock."""
+    starved: int = 0
+    """How often it waited in vain for more requests (see `--want`)."""
 
 
 class FakeEngine:
     """The server's state and its answers."""
 
-    def __init__(self, model: str, delay_seconds: float, spread: float, journal: TextIO | None) -> None:
-        self._model = model
-        self._delay_seconds = delay_seconds
-        self._spread = spread
+    def __init__(self, options: argparse.Namespace, journal: TextIO | None) -> None:
+        self._model = options.model
+        self._delay_seconds = options.delay
+        self._spread = options.spread
+        self._want = options.want
+        self._want_until = options.want_until
+        self._waiting: deque[asyncio.Event] = deque()
         self._journal = journal
         self._control = Control()
         self._control_until = float("inf")
@@ -112,14 +116,31 @@ class FakeEngine:
         stats.calls += 1
         stats.in_flight += 1
         stats.max_in_flight = max(stats.max_in_flight, stats.in_flight)
-        stats.levels.append(stats.in_flight)
-        stats.arrivals.append(time.monotonic())
         try:
+            await self._crowd()
             response = await self._answer(path, request, await request.read())
             stats.answered += 1
             return response
         finally:
             stats.in_flight -= 1
+
+    async def _crowd(self) -> None:
+        """Hold requests back until `want` of them are in flight; then let one go for each that arrives."""
+        if not self._want:
+            return
+        if self._stats.calls > self._want_until:
+            self._want = 0
+            while self._waiting:
+                self._waiting.popleft().set()
+            return
+        mine = asyncio.Event()
+        self._waiting.append(mine)
+        if self._stats.in_flight >= self._want:
+            self._waiting.popleft().set()
+        try:
+            await asyncio.wait_for(mine.wait(), STARVED_SECONDS)
+        except TimeoutError:
+            self._stats.starved += 1
 
     async def _answer(self, path: str, request: web.BaseRequest, raw: bytes) -> web.StreamResponse:
         try:
@@ -279,7 +300,7 @@ def running(*options: str) -> Iterator[RunningFake]:
 
 async def _serve(options: argparse.Namespace) -> None:
     with options.journal.open("a") if options.journal else Path(os.devnull).open("w") as journal:
-        engine = FakeEngine(options.model, options.delay, options.spread, journal if options.journal else None)
+        engine = FakeEngine(options, journal if options.journal else None)
         runner = web.ServerRunner(web.Server(engine.handle, access_log=None))
         await runner.setup()
         await asyncio.sleep(options.start_seconds)
@@ -295,6 +316,8 @@ def main() -> None:
     parser.add_argument("--model", default=MODEL)
     parser.add_argument("--delay", type=float, default=0.0, help="seconds that each answer takes")
     parser.add_argument("--spread", type=float, default=1.0, help="largest share by which an answer takes longer")
+    parser.add_argument("--want", type=int, default=0, help="answer only while so many are in flight")
+    parser.add_argument("--want-until", type=int, default=0, help="so many calls; afterwards answer anyway")
     parser.add_argument("--journal", type=Path)
     parser.add_argument("--start-seconds", type=float, default=0.0, help="how long it takes to listen")
     asyncio.run(_serve(parser.parse_args()))

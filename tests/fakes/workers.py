@@ -109,6 +109,10 @@ def in_thread(worker: Worker) -> Iterator[list[WorkerReport | BaseException]]:
     thread.start()
     try:
         yield ends
+    except BaseException:
+        # The test has failed already: do not wait for work that may never end.
+        worker._ledger.workers.ask_to_leave(worker.worker_id)
+        raise
     finally:
         thread.join()
 
