@@ -1,4 +1,4 @@
-"""Dagster's face, in one process: the sensors request the runs, the runs do what their names say. Real S3, real ledger."""
+"""Dagster's face, in one process: sensors request runs, runs do what their names say. Real S3, real ledger."""
 
 from __future__ import annotations
 
