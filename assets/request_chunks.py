@@ -16,7 +16,7 @@ KIND = {"parquet", "s3"}
     out=dg.Out(dg.Nothing),
 )
 def validate_requests(context: dg.OpExecutionContext, service: Service) -> None:
-    """Validate one batch. Killed anywhere: run again, it writes the same bytes to the same keys (fault 10)."""
+    """Validate one batch. Killed anywhere: run again, it writes the same bytes to the same keys."""
     parts = service.open()
     found = intake.validate(
         context.partition_key,

@@ -1,4 +1,4 @@
-"""The drop folder: takes the files that customers have put there, and makes a batch of each (DESIGN, step 1).
+"""The drop folder: takes the files that customers have put there, and makes a batch of each (docs/architecture.md).
 
     inbox/CUSTOMER/NAME.jsonl ──HEAD──> copy to batches/BATCH/input.jsonl ──> ledger: create ──> status.json ──> delete
                                 └─ cannot be taken ──> copy to rejected/DROP/ ──> reason.json ──> answer ──> delete

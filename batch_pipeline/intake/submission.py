@@ -1,4 +1,4 @@
-"""A file that is handed to us directly, without the drop folder: it becomes a batch (DESIGN, step 1).
+"""A file that is handed to us directly, without the drop folder: it becomes a batch (docs/architecture.md).
 
     check ──> upload to batches/BATCH/input.jsonl ──> ledger: create ──> first status.json
 

@@ -58,7 +58,7 @@ class Batches:
     def record_intake(
         self, batch_id: str, result: records.IntakeResult, *, run_id: str | None = None, actor: str = "intake"
     ) -> Batch:
-        """validating -> in_progress with its chunks; the first record counts, later ones change nothing (fault 10).
+        """validating -> in_progress with its chunks; the first record counts, later ones change nothing.
 
         Where nothing is valid, or a line is bad and the owner asked for strict, the outcome is `failed` and the merge
         makes the files. A batch that was cancelled or has expired meanwhile gets its chunks as stopped ones.
@@ -238,10 +238,13 @@ class Batches:
             return [rows.batch(row) for row in tx.connection.execute(query)]
 
     def lanes(self, batch_id: str) -> list[Lane]:
-        """Return a batch's progress, one lane for each of its models."""
+        """Return a batch's progress, one lane for each of its models; as it was, where its chunks have left."""
+        archived = sa.select(batches.c.archived_lanes).where(batches.c.batch_id == batch_id)
         with self._database.read() as tx:
-            found = tx.connection.execute(rows.LANE.where(lanes.c.batch_id == batch_id).order_by(lanes.c.model))
-            return [rows.lane(row) for row in found]
+            found = tx.connection.execute(rows.LANE.where(lanes.c.batch_id == batch_id).order_by(lanes.c.model)).all()
+            if found:
+                return [rows.lane(row) for row in found]
+            return rows.archived_lanes(tx.connection.execute(archived).scalar_one_or_none())
 
     def awaiting_intake(self, limit: int) -> list[Batch]:
         """Return batches whose intake has not been recorded and whose next run may be requested now, oldest first."""

@@ -16,6 +16,7 @@ from sqlalchemy.pool import ConnectionPoolEntry
 
 from batch_pipeline.errors import OperatorError
 from batch_pipeline.ledger import schema
+from batch_pipeline.ledger.upgrade import upgrade
 
 _BUSY_SECONDS = 30
 _SET_UP_LOCK = 7_240_001
@@ -55,7 +56,7 @@ class Database:
         self.is_sqlite = self.engine.dialect.name == "sqlite"
 
     def set_up(self) -> None:
-        """Create what is missing; safe in several processes at once.
+        """Create what is missing, and bring older tables up to date; safe in several processes at once.
 
         Raises OperatorError on tables of another version.
         """
@@ -66,7 +67,7 @@ class Database:
             version = connection.execute(sa.select(schema.schema_info.c.version)).scalar_one_or_none()
             if version is None:
                 connection.execute(schema.schema_info.insert().values(version=schema.SCHEMA_VERSION))
-            elif version != schema.SCHEMA_VERSION:
+            elif not upgrade(connection, version):
                 raise OperatorError(
                     f"the ledger has tables of version {version}, this release needs {schema.SCHEMA_VERSION}: "
                     "use the matching release, or point ledger.url at an empty database"
@@ -106,7 +107,7 @@ def _make_engine(url: str) -> sa.Engine:
 def _configure_sqlite(connection: Any, _entry: ConnectionPoolEntry) -> None:
     # The driver must not begin transactions by itself: `_begin_sqlite` does, with the kind of lock that is needed.
     connection.isolation_level = None
-    # NORMAL survives the kill of any process; a power cut may take the last commits (FACTS: FULL starves workers).
+    # NORMAL survives the kill of any process; a power cut may take the last commits (docs/decisions.md: FULL starves workers).
     for pragma in ("journal_mode=WAL", "synchronous=NORMAL", "foreign_keys=ON", f"busy_timeout={_BUSY_SECONDS * 1000}"):
         connection.execute(f"PRAGMA {pragma}")
 

@@ -8,6 +8,7 @@ from batch_pipeline.ledger.batches import Batches
 from batch_pipeline.ledger.chunks import Chunks
 from batch_pipeline.ledger.database import Clock, Database
 from batch_pipeline.ledger.events import Events
+from batch_pipeline.ledger.retention import Retention
 from batch_pipeline.ledger.schema import batches, is_open, lanes
 from batch_pipeline.ledger.workers import Workers
 from batch_pipeline.scheduling.placement import Backlog
@@ -23,6 +24,7 @@ class Ledger:
         self.chunks = Chunks(database, lease_seconds, max_failures)
         self.workers = Workers(database, lease_seconds)
         self.events = Events(database)
+        self.retention = Retention(database)
 
     @classmethod
     def open(

@@ -92,6 +92,15 @@ class OnInvalid(StrEnum):
     """The batch fails, and nothing runs."""
 
 
+class Stored(StrEnum):
+    """What of a batch may still lie in the bucket."""
+
+    ALL = "all"
+    FILES = "files"
+    """Its input, invalid lines and final files; what they were made from is gone."""
+    NOTHING = "nothing"
+
+
 class BatchError(msgspec.Struct, frozen=True):
     """One entry of a batch's `errors`, as OpenAI's batch object has it; `line` is 1-based, null for the whole batch."""
 
@@ -102,7 +111,7 @@ class BatchError(msgspec.Struct, frozen=True):
 
 
 class NewBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """What must be known to create a batch. Its bytes already lie at `input_key` (DESIGN, step 1)."""
+    """What must be known to create a batch. Its bytes already lie at `input_key` (docs/architecture.md)."""
 
     batch_id: str
     customer: str
@@ -176,6 +185,14 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     intake_run_id: str | None
     merge_attempts: int
     merge_run_id: str | None
+
+    archived_at: float | None = None
+    """When its chunks left the ledger: from then on the manifest has them."""
+    work_removed_at: float | None = None
+    """From then on what its files were made from (chunk inputs, checkpoints, chunk results) may be gone."""
+    files_removed_at: float | None = None
+    """From then on its files are not given out any more, and may be gone."""
+    stored: Stored = Stored.ALL
 
 
 class NewChunk(msgspec.Struct, frozen=True, kw_only=True):

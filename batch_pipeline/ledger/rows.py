@@ -38,6 +38,11 @@ def lane(row: Any) -> records.Lane:
     return msgspec.convert(_values(row), records.Lane)
 
 
+def archived_lanes(text: str | None) -> list[records.Lane]:
+    """Return the lanes in an `archived_lanes` column."""
+    return [] if text is None else msgspec.json.decode(text, type=list[records.Lane])
+
+
 def worker(row: Any) -> records.Worker:
     """Return the record of a row of `workers`."""
     values = _values(row)

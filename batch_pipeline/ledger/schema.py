@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+"""`upgrade` brings older tables to it."""
 
 metadata = sa.MetaData()
 
@@ -75,6 +76,13 @@ batches = sa.Table(
     sa.Column("merge_attempts", sa.Integer, nullable=False, default=0),
     sa.Column("merge_run_id", sa.String(64), comment="The run that finished the batch"),
     sa.Column("run_due_at", sa.Double, nullable=False, default=0.0, comment="Earliest time of the next run request"),
+    sa.Column("archived_at", sa.Double, comment="When its chunks left the ledger: from then on the manifest has them"),
+    sa.Column("archived_lanes", sa.Text, comment="Its lanes as they were then"),
+    sa.Column("work_removed_at", sa.Double, comment="From then on what the files were made from may be gone"),
+    sa.Column("files_removed_at", sa.Double, comment="From then on its files are not given out any more"),
+    sa.Column(
+        "stored", sa.String(8), nullable=False, server_default="all", comment="What may still lie in the bucket: Stored"
+    ),
 )
 is_open = batches.c.status.in_(
     [sa.literal_column(f"'{status}'") for status in ("validating", "in_progress", "finalizing", "cancelling")]
@@ -84,9 +92,18 @@ is_undecided = batches.c.outcome.is_(None)
 """Batches whose chunks may be leased, or are still to be made."""
 is_unshown = batches.c.published != sa.literal_column("'final'")
 """Batches whose status.json does not show their end yet."""
+is_unarchived = batches.c.archived_at.is_(None)
+"""Batches whose chunks are in the ledger."""
+has_work = batches.c.stored == sa.literal_column("'all'")
+"""Batches of which chunk inputs, checkpoints and results may lie in the bucket."""
+has_objects = batches.c.stored != sa.literal_column("'nothing'")
+"""Batches of which anything may lie in the bucket."""
 sa.Index("batches_open", batches.c.created_at, postgresql_where=is_open, sqlite_where=is_open)
 sa.Index("batches_undecided", batches.c.deadline_at, postgresql_where=is_undecided, sqlite_where=is_undecided)
 sa.Index("batches_unshown", batches.c.batch_id, postgresql_where=is_unshown, sqlite_where=is_unshown)
+sa.Index("batches_unarchived", batches.c.ended_at, postgresql_where=is_unarchived, sqlite_where=is_unarchived)
+sa.Index("batches_with_work", batches.c.ended_at, postgresql_where=has_work, sqlite_where=has_work)
+sa.Index("batches_with_objects", batches.c.ended_at, postgresql_where=has_objects, sqlite_where=has_objects)
 sa.Index("batches_by_name", batches.c.customer, batches.c.name, batches.c.created_at)
 sa.Index("batches_by_customer", batches.c.customer, batches.c.created_at)
 sa.Index("batches_by_time", batches.c.created_at)

@@ -1,6 +1,7 @@
 """Where everything lies in the bucket. Nobody else builds a key.
 
     inbox/CUSTOMER/NAME.jsonl                                dropped by the customer, taken away by us
+    inbox/CUSTOMER/NAME.cancel                               cancels the newest batch of that name
     outbox/CUSTOMER/NAME/{status.json, output.jsonl, errors.jsonl, manifest.json}
     rejected/DROP/{object, reason.json}                      a dropped file that could not be taken, and why
     batches/BATCH/input.jsonl                                the bytes as they were taken; never written again
@@ -11,7 +12,7 @@
     batches/BATCH/rebuild/NONCE/...                          final files made again, until they are proved the same
     doctor/NONCE                                             written and removed again by `doctor`
 
-Numbers have a fixed width, because stores disagree on the order of a listing (FACTS: SeaweedFS lists in tree order).
+Numbers have a fixed width, because stores disagree on the order of a listing (SeaweedFS lists in tree order).
 Customer and name are checked against `ids` before they become part of a key, so no key can leave its folder (I8).
 """
 
@@ -26,6 +27,11 @@ REJECTED = "rejected/"
 def inbox(customer: str, name: str) -> str:
     """Return the key of a dropped file; `name` without its `.jsonl`."""
     return f"{INBOX}{customer}/{name}.jsonl"
+
+
+def inbox_cancel(customer: str, name: str) -> str:
+    """Return the key of the object by which a customer cancels the newest batch of a name."""
+    return f"{INBOX}{customer}/{name}.cancel"
 
 
 def outbox(customer: str, folder: str, file: str) -> str:
@@ -56,6 +62,26 @@ def invalid_lines(batch_id: str) -> str:
 def request_table(batch_id: str) -> str:
     """Return the key of the table of valid requests that passes from validation to chunking."""
     return f"{batch(batch_id)}intake/requests.parquet"
+
+
+def chunk(batch_id: str, chunk_number: int) -> str:
+    """Return the prefix under which everything of a chunk lies."""
+    return f"{chunks(batch_id)}{chunk_number:08d}/"
+
+
+def chunks(batch_id: str) -> str:
+    """Return the prefix under which everything of the batch's chunks lies."""
+    return f"{batch(batch_id)}chunks/"
+
+
+def rebuilds(batch_id: str) -> str:
+    """Return the prefix under which all rebuilds of a batch lie."""
+    return f"{batch(batch_id)}rebuild/"
+
+
+def outbox_folder(customer: str, folder: str) -> str:
+    """Return the prefix under which what a customer reads of a batch lies."""
+    return f"{OUTBOX}{customer}/{folder}/"
 
 
 def chunk_input(batch_id: str, chunk: int) -> str:

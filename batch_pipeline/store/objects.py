@@ -2,14 +2,17 @@
 
 A put of one object is atomic: killed before or during it, nothing is visible; after it, the whole object is. A
 multipart object is visible only once it is completed. Completing a multipart upload is never used to decide a race:
-some stores ignore its condition (FACTS); races are decided by `put(..., if_absent / if_match)` of a small object, or
+some stores ignore its condition (docs/decisions.md); races are decided by `put(..., if_absent / if_match)` of a small object, or
 by the ledger.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -24,6 +27,7 @@ from batch_pipeline.errors import StoreError
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
+    from mypy_boto3_s3.type_defs import CompletedPartTypeDef
 
 MIN_PART_BYTES = 5 * 1024 * 1024
 """S3's smallest part, except for the last of an object."""
@@ -35,7 +39,14 @@ MANY_PARTS = 5_000
 """Half of the parts that S3 allows: from there on parts are larger, so that 10,000 make more than 300 GB."""
 LARGE_PART_BYTES = 64 * 1024 * 1024
 
-_MISSING = {"404", "NoSuchKey", "NotFound"}
+UNSENT_BYTES = 64 * 1024 * 1024
+"""Most bytes of a multipart upload that wait in memory while they are sent."""
+MAX_UNSENT_PARTS = 8
+
+MOST_DELETED = 1000
+"""S3's most objects in one request to delete."""
+
+_MISSING = {"404", "NoSuchKey", "NotFound", "NoSuchUpload"}
 _PRECONDITION = {"412", "PreconditionFailed", "409", "ConditionalRequestConflict"}
 
 
@@ -55,6 +66,14 @@ class ObjectInfo(NamedTuple):
     etag: str
     modified_at: float
     metadata: dict[str, str]
+
+
+class UploadInfo(NamedTuple):
+    """A multipart upload that is under way, or was forgotten. `started_at` in UTC seconds since the epoch."""
+
+    key: str
+    upload_id: str
+    started_at: float
 
 
 class ObjectStore:
@@ -177,9 +196,12 @@ class ObjectStore:
                 length = min(COPY_PART_BYTES, source.size - start)
                 writer.copy_part(source.key, start, length, if_match=source.etag)
 
-    def multipart(self, key: str) -> MultipartWriter:
-        """Return a writer of a large object from bytes and from ranges of other objects."""
-        return MultipartWriter(self._client, self.bucket, key)
+    def multipart(self, key: str, pool: ThreadPoolExecutor | None = None) -> MultipartWriter:
+        """Return a writer of a large object from bytes and from ranges of other objects.
+
+        With a pool, several parts are on their way at once, and an error shows with a later call.
+        """
+        return MultipartWriter(self._client, self.bucket, key, pool)
 
     def delete(self, key: str, if_match: str | None = None) -> None:
         """Remove the object; removing what is not there is no error.
@@ -191,20 +213,63 @@ class ObjectStore:
             self._client.delete_object(Bucket=self.bucket, Key=key, **options)
 
 
+    def delete_all(self, keys: Iterable[str]) -> int:
+        """Remove objects, a thousand with each request; returns how many. What is not there is no error.
+
+        Killed half-way, some are gone. Raises StoreError, naming the first one, where the store refuses some.
+        """
+        count = 0
+        pending = iter(keys)
+        while some := list(itertools.islice(pending, MOST_DELETED)):
+            with _translated(f"deleting {some[0]} and {len(some) - 1} more"):
+                answer = self._client.delete_objects(
+                    Bucket=self.bucket, Delete={"Objects": [{"Key": key} for key in some], "Quiet": True}
+                )
+            refused = [error for error in answer.get("Errors", []) if error.get("Code") not in _MISSING]
+            if refused:
+                first = refused[0]
+                raise StoreError(f"deleting {first.get('Key')}: the object store answered {first.get('Code')}")
+            count += len(some)
+        return count
+
+    def uploads(self, prefix: str) -> Iterator[UploadInfo]:
+        """Yield the multipart uploads below `prefix` that were begun and neither completed nor aborted."""
+        with _translated(f"listing uploads of {prefix}"):
+            pages = self._client.get_paginator("list_multipart_uploads").paginate(Bucket=self.bucket, Prefix=prefix)
+            for answer in pages:
+                for entry in answer.get("Uploads", []):
+                    if entry["Key"].startswith(prefix):
+                        yield UploadInfo(entry["Key"], entry["UploadId"], entry["Initiated"].timestamp())
+
+    def abort_upload(self, upload: UploadInfo) -> None:
+        """Forget a multipart upload and its parts; one that is completed or aborted meanwhile is no error."""
+        try:
+            with _translated(f"aborting {upload.key}"):
+                self._client.abort_multipart_upload(
+                    Bucket=self.bucket, Key=upload.key, UploadId=upload.upload_id
+                )
+        except ObjectMissing:
+            return
+
+
 class MultipartWriter:
     """Writes one object in parts, in order. As a context manager it completes on success and aborts on an exception.
 
     Killed before `complete` nothing is visible (the parts are garbage of the store's own lifecycle); after it all is.
-    Memory: one part, twice while it is sent.
+    Memory: one part, and with a pool UNSENT_BYTES more. To be used from one thread at a time.
     """
 
-    def __init__(self, client: S3Client, bucket: str, key: str) -> None:
+    def __init__(self, client: S3Client, bucket: str, key: str, pool: ThreadPoolExecutor | None = None) -> None:
         self._client = client
         self._bucket = bucket
+        self._pool = pool
         self.key = key
         with _translated(f"writing {key}"):
             self._upload = client.create_multipart_upload(Bucket=bucket, Key=key)["UploadId"]
-        self._parts: list[dict[str, Any]] = []
+        self._parts: list[Future[str]] = []
+        """Their etags, in the order of their numbers; a done one without a pool."""
+        self._unsent: deque[tuple[Future[str], int]] = deque()
+        """Parts that may be on their way, with their bytes in memory."""
         self._buffer = io.BytesIO()
         self.size = 0
 
@@ -237,17 +302,21 @@ class MultipartWriter:
         self._flush()
         number = len(self._parts) + 1
         options: dict[str, Any] = {"CopySourceIfMatch": if_match} if if_match is not None else {}
-        with _translated(f"copying {key}"):
-            answer = self._client.upload_part_copy(
-                Bucket=self._bucket,
-                Key=self.key,
-                UploadId=self._upload,
-                PartNumber=number,
-                CopySource={"Bucket": self._bucket, "Key": key},
-                CopySourceRange=f"bytes={start}-{start + length - 1}",
-                **options,
-            )
-        self._parts.append({"PartNumber": number, "ETag": answer["CopyPartResult"]["ETag"]})
+
+        def copy() -> str:
+            with _translated(f"copying {key}"):
+                answer = self._client.upload_part_copy(
+                    Bucket=self._bucket,
+                    Key=self.key,
+                    UploadId=self._upload,
+                    PartNumber=number,
+                    CopySource={"Bucket": self._bucket, "Key": key},
+                    CopySourceRange=f"bytes={start}-{start + length - 1}",
+                    **options,
+                )
+            return answer["CopyPartResult"]["ETag"]
+
+        self._send(copy, 0)
         self.size += length
 
     def complete(self) -> None:
@@ -258,16 +327,18 @@ class MultipartWriter:
                 self._client.put_object(Bucket=self._bucket, Key=self.key, Body=b"")
             return
         self._flush()
+        parts: list[CompletedPartTypeDef] = [
+            {"PartNumber": number, "ETag": part.result()} for number, part in enumerate(self._parts, 1)
+        ]
         with _translated(f"writing {self.key}"):
             self._client.complete_multipart_upload(
-                Bucket=self._bucket,
-                Key=self.key,
-                UploadId=self._upload,
-                MultipartUpload={"Parts": self._parts},  # type: ignore[typeddict-item]
+                Bucket=self._bucket, Key=self.key, UploadId=self._upload, MultipartUpload={"Parts": parts}
             )
 
     def abort(self) -> None:
         """Forget the parts; nothing becomes visible."""
+        # A part that arrives after the abort would stay for ever.
+        wait([part for part in self._parts if not part.cancel()])
         with _translated(f"aborting {self.key}"):
             self._client.abort_multipart_upload(Bucket=self._bucket, Key=self.key, UploadId=self._upload)
 
@@ -276,12 +347,28 @@ class MultipartWriter:
         if not data:
             return
         number = len(self._parts) + 1
-        with _translated(f"writing {self.key}"):
-            answer = self._client.upload_part(
-                Bucket=self._bucket, Key=self.key, UploadId=self._upload, PartNumber=number, Body=data
-            )
-        self._parts.append({"PartNumber": number, "ETag": answer["ETag"]})
+
+        def upload() -> str:
+            with _translated(f"writing {self.key}"):
+                return self._client.upload_part(
+                    Bucket=self._bucket, Key=self.key, UploadId=self._upload, PartNumber=number, Body=data
+                )["ETag"]
+
+        self._send(upload, len(data))
         self._buffer = io.BytesIO()
+
+    def _send(self, send: Callable[[], str], size: int) -> None:
+        """Send a part, at once or in the pool; wait until no more than UNSENT_BYTES are on their way."""
+        part: Future[str]
+        if self._pool is None:
+            part = Future()
+            part.set_result(send())
+        else:
+            part = self._pool.submit(send)
+            self._unsent.append((part, size))
+        self._parts.append(part)
+        while len(self._unsent) > MAX_UNSENT_PARTS or sum(bytes_ for _, bytes_ in self._unsent) > UNSENT_BYTES:
+            self._unsent.popleft()[0].result()
 
     def __enter__(self) -> Self:
         return self

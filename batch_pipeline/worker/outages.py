@@ -1,4 +1,4 @@
-"""Calls to the store and the ledger that outlast an outage of either (fault 11)."""
+"""Calls to the store and the ledger that outlast an outage of either."""
 
 from __future__ import annotations
 

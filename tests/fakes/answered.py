@@ -59,7 +59,7 @@ def answer(batch_id: str, index: int, filler: int = 0) -> FinishedRequest:
 
 
 def refusal(batch_id: str, index: int) -> FinishedRequest:
-    """What the engine answers to a request that it does not accept (fault 19)."""
+    """What the engine answers to a request that it does not accept."""
     body = {"error": {"message": f"no {index}", "type": "BadRequestError", "param": None, "code": 400}}
     response = EngineResponse(400, f"chatcmpl-{index}", msgspec.Raw(json.dumps(body).encode()))
     line = encode_result(ResultLine(ids.request_id(batch_id, index), label(index), response, None))
