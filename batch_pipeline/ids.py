@@ -1,7 +1,7 @@
 """Identifiers: how they are made and what they may look like.
 
-Batch ids of dropped files are derived from the drop, so that taking the same drop twice makes the same batch; all others
-are random. A request's id is its identity (batch, index) in writing (invariant I1, docs/invariants.md).
+Batch ids of dropped files are derived from the drop, so that taking the same drop twice makes the same batch; all
+others are random. A request's id is its identity (batch, index) in writing (invariant I1, docs/invariants.md).
 """
 
 from __future__ import annotations

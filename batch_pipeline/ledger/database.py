@@ -107,7 +107,7 @@ def _make_engine(url: str) -> sa.Engine:
 def _configure_sqlite(connection: Any, _entry: ConnectionPoolEntry) -> None:
     # The driver must not begin transactions by itself: `_begin_sqlite` does, with the kind of lock that is needed.
     connection.isolation_level = None
-    # NORMAL survives the kill of any process; a power cut may take the last commits (docs/decisions.md: FULL starves workers).
+    # NORMAL survives the kill of any process; a power cut may take the last commits. FULL starves workers of the lock.
     for pragma in ("journal_mode=WAL", "synchronous=NORMAL", "foreign_keys=ON", f"busy_timeout={_BUSY_SECONDS * 1000}"):
         connection.execute(f"PRAGMA {pragma}")
 

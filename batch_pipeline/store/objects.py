@@ -2,8 +2,8 @@
 
 A put of one object is atomic: killed before or during it, nothing is visible; after it, the whole object is. A
 multipart object is visible only once it is completed. Completing a multipart upload is never used to decide a race:
-some stores ignore its condition (docs/decisions.md); races are decided by `put(..., if_absent / if_match)` of a small object, or
-by the ledger.
+some stores ignore its condition (docs/decisions.md). Races are decided by `put(..., if_absent / if_match)` of a small
+object, or by the ledger.
 """
 
 from __future__ import annotations
@@ -212,7 +212,6 @@ class ObjectStore:
         with _translated(f"deleting {key}"):
             self._client.delete_object(Bucket=self.bucket, Key=key, **options)
 
-
     def delete_all(self, keys: Iterable[str]) -> int:
         """Remove objects, a thousand with each request; returns how many. What is not there is no error.
 
@@ -245,9 +244,7 @@ class ObjectStore:
         """Forget a multipart upload and its parts; one that is completed or aborted meanwhile is no error."""
         try:
             with _translated(f"aborting {upload.key}"):
-                self._client.abort_multipart_upload(
-                    Bucket=self.bucket, Key=upload.key, UploadId=upload.upload_id
-                )
+                self._client.abort_multipart_upload(Bucket=self.bucket, Key=upload.key, UploadId=upload.upload_id)
         except ObjectMissing:
             return
 
