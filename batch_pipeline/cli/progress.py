@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
+from batch_pipeline.ledger.records import BatchStatus
 from batch_pipeline.results.status import StatusDocument
 
 if TYPE_CHECKING:
     from batch_pipeline.embedded.demo import Show
 
-_FINAL = {"completed": "green", "failed": "red", "expired": "red", "cancelled": "yellow"}
+_RUNNING = "in_progress"
 
 
 @contextmanager
@@ -83,15 +84,15 @@ class Lines:
 
 
 class Pace:
-    """Requests a second since the first of them was seen to finish."""
+    """Requests a second since the last look at which none had been run: the engine's start does not count."""
 
     def __init__(self) -> None:
         self._first: tuple[float, int] | None = None
 
     def rate(self, document: StatusDocument) -> float | None:
         """Return the rate up to this document, or None before there is one."""
-        at, count = document.as_of, done(document)
-        if self._first is None or count < self._first[1]:
+        at, count = document.as_of, document.counts.completed + document.counts.failed
+        if self._first is None or count == 0:
             self._first = (at, count)
         since, before = self._first
         return (count - before) / (at - since) if at > since and count > before else None
@@ -112,9 +113,9 @@ def words(document: StatusDocument, rate: float | None) -> str:
     parts = [document.status]
     if document.reason:
         parts.append(document.reason)
-    if rate is not None and document.status == "in_progress":
-        parts.append(f"{rate:.2g}/s")
-    if document.estimated_finish_at is not None and document.status not in _FINAL:
+    if rate is not None and document.status == _RUNNING:
+        parts.append(f"{rate:.2g} requests/s")
+    if document.estimated_finish_at is not None and document.status == _RUNNING:
         parts.append(f"done in about {duration(document.estimated_finish_at - document.as_of)}")
     return ", ".join(parts)
 
@@ -144,6 +145,6 @@ def follow(
     while True:
         document = read()
         show([document])
-        if document.status in _FINAL:
+        if BatchStatus(document.status).is_final:
             return document
         sleep(poll_seconds)

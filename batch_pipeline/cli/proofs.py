@@ -110,9 +110,11 @@ def _show_request(console: Console, request: RequestTrail) -> None:
     }
     if request.source is not None:
         lines["  written"] = f"{_place(request.source)}: {identical[request.source_is_identical]}"
-    if request.chunk is None:
+    if request.note is not None:
+        lines["  note"] = request.note
+    if request.chunk is None and request.note is None:
         lines["  chunk"] = "none: the line is invalid, or intake has not finished"
-    else:
+    elif request.chunk is not None:
         lines["  chunk"] = f"{request.chunk.chunk}, attempt {request.chunk.attempt}, worker {request.chunk.worker}"
     _show_lines(console, lines)
 

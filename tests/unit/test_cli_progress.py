@@ -93,17 +93,27 @@ def test_a_bar_knows_no_total_before_validation() -> None:
 
 def test_words_have_the_reason_the_rate_and_the_estimate() -> None:
     seen = msgspec.structs.replace(document(), reason="running on smollm2-135m", estimated_finish_at=190.0)
-    assert words(seen, 0.5) == "in_progress, running on smollm2-135m, 0.5/s, done in about 90 s"
+    assert words(seen, 0.5) == "in_progress, running on smollm2-135m, 0.5 requests/s, done in about 90 s"
 
 
 def test_a_batch_that_has_ended_has_no_estimate() -> None:
     assert words(msgspec.structs.replace(document("expired"), estimated_finish_at=190.0), 0.5) == "expired"
 
 
-def test_the_rate_counts_from_the_first_look() -> None:
+def test_the_rate_leaves_out_the_time_before_the_first_request_ran() -> None:
+    pace = Pace()
+    rates = [pace.rate(document(completed=done, as_of=at)) for done, at in ((0, 100.0), (0, 200.0), (6, 202.0))]
+    assert rates == [None, None, 3.0]
+
+
+def test_the_rate_of_a_batch_that_runs_already_counts_from_the_first_look() -> None:
     pace = Pace()
     rates = [pace.rate(document(completed=done, as_of=at)) for done, at in ((2, 100.0), (2, 101.0), (6, 102.0))]
     assert rates == [None, None, 2.0]
+
+
+def test_a_batch_whose_results_are_assembled_has_no_estimate() -> None:
+    assert words(msgspec.structs.replace(document("finalizing"), estimated_finish_at=190.0), 0.5) == "finalizing"
 
 
 @pytest.mark.parametrize(
