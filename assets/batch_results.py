@@ -88,7 +88,7 @@ def _report_chunks(context: dg.AssetExecutionContext, parts: Parts, batch_id: st
     """Show the batch's chunks as materialized, where the worker that ran the last one died before it could say so."""
     key = chunk_results.key
     if batch_id not in context.instance.get_materialized_partitions(key):
-        context.log_event(chunk_results_event(parts.ledger, batch_id))
+        context.log_event(chunk_results_event(parts, batch_id))
 
 
 def _metadata(batch: Batch, proof: Proof, parts: Parts) -> dict[str, Any]:

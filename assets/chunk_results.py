@@ -8,9 +8,9 @@ from pydantic import Field
 
 from assets.partitions import CODE_VERSION, GROUP, OWNERS, batches
 from assets.request_chunks import request_chunks
-from batch_pipeline.ledger import Ledger
 from batch_pipeline.results import demand
-from resources import Service
+from batch_pipeline.results.demand import ChunkSummary
+from resources import Parts, Service
 
 
 class ChunkResultsConfig(dg.Config):
@@ -51,23 +51,23 @@ def chunk_results(context: dg.AssetExecutionContext, config: ChunkResultsConfig,
     for batch_id in demand.wait(waiting, parts.ledger, timeout_seconds=config.wait_minutes * 60):
         context.log.info(f"every chunk of {batch_id} has stopped")
     for batch_id in context.partition_keys:
-        context.add_asset_metadata(_metadata(parts.ledger, batch_id), partition_key=batch_id)
+        summary = demand.summarise(batch_id, parts.ledger, parts.store)
+        context.add_asset_metadata(_metadata(summary), partition_key=batch_id)
 
 
-def chunk_results_event(ledger: Ledger, batch_id: str) -> dg.AssetMaterialization:
+def chunk_results_event(parts: Parts, batch_id: str) -> dg.AssetMaterialization:
     """Return the event with which a worker reports that the last chunk of a batch has stopped."""
-    summary = demand.summarise(batch_id, ledger)
+    summary = demand.summarise(batch_id, parts.ledger, parts.store)
     version = hashlib.sha256("".join(summary.result_hashes).encode()).hexdigest()
     return dg.AssetMaterialization(
         "chunk_results",
         partition=batch_id,
-        metadata=_metadata(ledger, batch_id),
+        metadata=_metadata(summary),
         tags={"dagster/data_version": version},
     )
 
 
-def _metadata(ledger: Ledger, batch_id: str) -> dict[str, Any]:
-    summary = demand.summarise(batch_id, ledger)
+def _metadata(summary: ChunkSummary) -> dict[str, Any]:
     return {
         "customer": summary.customer,
         "chunks_committed": summary.committed,

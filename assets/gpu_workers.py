@@ -50,7 +50,7 @@ def gpu_worker_job(model_name: str, model: Model) -> dg.JobDefinition:
         parts = service.open()
 
         def report_drained(batch_id: str) -> None:
-            context.log_event(chunk_results_event(parts.ledger, batch_id))
+            context.log_event(chunk_results_event(parts, batch_id))
 
         report = worker.serve(
             parts.settings,

@@ -21,13 +21,14 @@ import pyarrow as pa
 
 from batch_pipeline.errors import ProofFailed
 from batch_pipeline.intake import spool
-from batch_pipeline.intake.bodies import STRIPPED
+from batch_pipeline.intake.bodies import FORWARDED
 from batch_pipeline.intake.lines import readable_custom_id
 from batch_pipeline.intake.order import Cut, cut
 from batch_pipeline.intake.table import RequestTable
 from batch_pipeline.intake.validate import awaits_intake
 from batch_pipeline.ledger import Ledger
 from batch_pipeline.ledger.records import Batch, IntakeResult, NewChunk
+from batch_pipeline.results.archived import all_chunks
 from batch_pipeline.settings import Settings
 from batch_pipeline.store import ObjectStore, keys
 from batch_pipeline.wire.chunk_files import ChunkRequest, write_chunk_input
@@ -76,22 +77,26 @@ def write_chunks(
     """
     batch = ledger.batches.get(batch_id)
     if not awaits_intake(batch):
-        return recorded(batch, ledger)
+        return recorded(batch, ledger, store)
     scratch = settings.intake.scratch_dir
     try:
         with spool.workspace(scratch, batch_id) as folder:
             result = _write(batch, store, settings, folder)
         after = ledger.batches.record_intake(batch_id, result, run_id=run_id)
-        return result if after.intake_run_id == run_id else recorded(after, ledger)
+        return result if after.intake_run_id == run_id else recorded(after, ledger, store)
     finally:
         spool.discard(scratch, batch_id)
 
 
-def recorded(batch: Batch, ledger: Ledger) -> IntakeResult:
-    """Return the intake that the ledger has of a batch."""
-    chunks: list[NewChunk] = []
-    while page := ledger.chunks.of(batch.batch_id, after=chunks[-1].chunk if chunks else -1):
-        chunks += [NewChunk(**{name: getattr(chunk, name) for name in NewChunk.__struct_fields__}) for chunk in page]
+def recorded(batch: Batch, ledger: Ledger, store: ObjectStore) -> IntakeResult:
+    """Return the intake that the ledger, or after the end the manifest, has of a batch.
+
+    Raises NotAllowedInState where its files were removed.
+    """
+    chunks = [
+        NewChunk(**{name: getattr(chunk, name) for name in NewChunk.__struct_fields__})
+        for chunk in all_chunks(batch, ledger, store)
+    ]
     return IntakeResult(
         total=batch.total,
         invalid=batch.invalid,
@@ -111,7 +116,7 @@ def _write(batch: Batch, store: ObjectStore, settings: Settings, folder: Path) -
     if table.rows:
         scratch = settings.intake.scratch_dir
         with spool.open_copy(store, batch, scratch, folder) as file:
-            chunks = _write_all(batch.batch_id, table, file.fileno(), store, settings)
+            chunks = _write_all(batch, table, file.fileno(), store, settings)
     table.close()
     if sum(chunk.requests for chunk in chunks) != table.rows or found.total != found.invalid + table.rows:
         raise ProofFailed([f"{found.total} requests are not {found.invalid} invalid and {table.rows} in chunks"])
@@ -126,18 +131,18 @@ def _write(batch: Batch, store: ObjectStore, settings: Settings, folder: Path) -
 
 
 def _write_all(
-    batch_id: str, table: RequestTable, descriptor: int, store: ObjectStore, settings: Settings
+    batch: Batch, table: RequestTable, descriptor: int, store: ObjectStore, settings: Settings
 ) -> list[NewChunk]:
     """Write all chunk inputs, several at once; returns when the last one is stored. Memory: a segment, a few chunks."""
     chunks: list[NewChunk] = []
     with ThreadPoolExecutor(_WRITERS, thread_name_prefix="intake-write") as writers:
         under_way: deque[Future[None]] = deque()
         for model, rows in _cuts(table, settings):
-            key = keys.chunk_input(batch_id, len(chunks))
+            key = keys.chunk_input(batch.batch_id, len(chunks))
             chunks.append(_described(len(chunks), model, key, rows))
             if len(under_way) > _WRITERS:
                 under_way.popleft().result()
-            under_way.append(writers.submit(_put, store, key, rows, descriptor))
+            under_way.append(writers.submit(_put, store, key, rows, descriptor, batch.endpoint))
         for writing in under_way:
             writing.result()
     return chunks
@@ -169,9 +174,9 @@ def _described(number: int, model: str, key: str, rows: list[_Row]) -> NewChunk:
     )
 
 
-def _put(store: ObjectStore, key: str, rows: list[_Row], descriptor: int) -> None:
+def _put(store: ObjectStore, key: str, rows: list[_Row], descriptor: int, endpoint: str) -> None:
     """Write one chunk's input. Killed before the end nothing is visible; a repetition writes the same bytes."""
-    requests = [_request(row, line) for row, line in zip(rows, _lines(rows, descriptor), strict=True)]
+    requests = [_request(row, line, endpoint) for row, line in zip(rows, _lines(rows, descriptor), strict=True)]
     store.put(key, write_chunk_input(requests))
 
 
@@ -189,12 +194,12 @@ def _lines(rows: list[_Row], descriptor: int) -> Iterator[bytes]:
             yield os.pread(descriptor, row.line_bytes, row.line_offset)
 
 
-def _request(row: _Row, line: bytes) -> ChunkRequest:
+def _request(row: _Row, line: bytes, endpoint: str) -> ChunkRequest:
     body = line[row.body_start : row.body_start + row.body_bytes]
     if not (len(line) == row.line_bytes and body.startswith(b"{") and body.endswith(b"}")):
         raise ProofFailed([f"the input has another line {row.line_index + 1} than the one that was validated"])
     if row.rewrite:
-        body = _without_operators_fields(body)
+        body = _forwarded(body, endpoint)
     if row.id_start < 0:
         custom_id = readable_custom_id(line) or ""
     else:
@@ -202,7 +207,7 @@ def _request(row: _Row, line: bytes) -> ChunkRequest:
     return ChunkRequest(row.line_index, custom_id, body, row.prompt_tokens, row.max_tokens)
 
 
-def _without_operators_fields(body: bytes) -> bytes:
+def _forwarded(body: bytes, endpoint: str) -> bytes:
     """Return the body without what must not reach an engine; all else stays as it was written."""
-    fields = {name: value for name, value in _bodies.decode(body).items() if name not in STRIPPED}
+    fields = {name: value for name, value in _bodies.decode(body).items() if name in FORWARDED[endpoint]}
     return msgspec.json.encode(fields)

@@ -11,7 +11,8 @@ from batch_pipeline.errors import NotFound
 from batch_pipeline.ledger import Ledger
 from batch_pipeline.ledger.records import Batch, Chunk, Event
 from batch_pipeline.results import manifest
-from batch_pipeline.results.facts import chunk_facts, chunks_of
+from batch_pipeline.results.archived import all_chunks, all_events
+from batch_pipeline.results.facts import chunk_facts
 from batch_pipeline.results.lookup import InputLine, Place, find_input, find_result
 from batch_pipeline.results.manifest import ChunkFacts, FileFacts, InputFacts
 from batch_pipeline.store import ObjectMissing, ObjectStore
@@ -45,6 +46,8 @@ class RequestTrail(msgspec.Struct, frozen=True, kw_only=True):
     """The line in what a worker wrote: in the result of a commit, or in a checkpoint (there the whole object)."""
     source_is_identical: bool | None
     """Whether the line in the final file has the very bytes that the worker wrote; null where there is no source."""
+    note: str | None = None
+    """Why the chunk or the source cannot be named, where they have been removed since."""
 
 
 class AuditTrail(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,13 +81,15 @@ def audit(
 ) -> AuditTrail:
     """Return where the batch's results come from, or those of one request, named by custom_id or by 0-based index.
 
-    Reads only. Raises NotFound where there is no such batch or request; StoreError. Cost for one request: the input
+    Chunks and events are read from the ledger while it has them, and from the manifest afterwards.
+    Reads only. Raises NotFound where there is no such batch or request; NotAllowedInState where its files were removed;
+    ProofFailed where chunks and events are in the manifest and it is lost; StoreError. Cost for one request: the input
     up to its line, and a few ranges and tables; without one: no file is read but the manifest.
     """
     batch = ledger.batches.get(batch_id)
-    chunks = chunks_of(batch_id, ledger)
+    chunks = all_chunks(batch, ledger, store)
     requests: list[RequestTrail] = []
-    events = list(ledger.events.of(batch_id))
+    events = all_events(batch, ledger, store)
     if custom_id is not None or index is not None:
         found = _in_input(batch, store, custom_id, index)
         requests = [_trail(batch, chunks, line, store) for line in found]
@@ -112,9 +117,17 @@ def audit(
         errors=None if says is None else says.errors,
         manifest_key=batch.manifest_key,
         requests=requests,
-        chunks=[chunk_facts(chunk) for chunk in chunks],
+        chunks=_facts(batch, chunks, says),
         events=events,
     )
+
+
+def _facts(batch: Batch, chunks: Sequence[Chunk], says: manifest.Manifest | None) -> list[ChunkFacts]:
+    """Return the chunks in the manifest's words: in its very own where it alone has them."""
+    if batch.archived_at is None or says is None:
+        return [chunk_facts(chunk) for chunk in chunks]
+    numbers = {chunk.chunk for chunk in chunks}
+    return [facts for facts in says.chunks if facts.chunk in numbers]
 
 
 def _in_input(batch: Batch, store: ObjectStore, custom_id: str | None, index: int | None) -> list[InputLine]:
@@ -130,10 +143,17 @@ def _in_input(batch: Batch, store: ObjectStore, custom_id: str | None, index: in
 
 
 def _trail(batch: Batch, chunks: Sequence[Chunk], line: InputLine, store: ObjectStore) -> RequestTrail:
-    chunk = _chunk_of(chunks, line.index, store)
     places = (find_result(store, batch.batch_id, key, line.index) for key in (batch.output_key, batch.error_key) if key)
     result = next((place for place in places if place is not None), None)
-    source = None if chunk is None else _source(chunk, line.index, store)
+    note = None
+    if batch.work_removed_at is None:
+        chunk = _chunk_of(chunks, line.index, store)
+        source = None if chunk is None else _source(chunk, line.index, store)
+    else:
+        chunk, note = _chunk_by_range(
+            chunks, line.index, in_output=result is not None and result.key == batch.output_key
+        )
+        source = None
     return RequestTrail(
         index=line.index,
         line=line.index + 1,
@@ -143,7 +163,21 @@ def _trail(batch: Batch, chunks: Sequence[Chunk], line: InputLine, store: Object
         chunk=None if chunk is None else chunk_facts(chunk),
         source=_bytes(source),
         source_is_identical=None if source is None or result is None else source.data == result.data,
+        note=note,
     )
+
+
+def _chunk_by_range(chunks: Sequence[Chunk], index: int, *, in_output: bool) -> tuple[Chunk | None, str | None]:
+    """Return the chunk that must have had a request, judged by the ranges alone, and what cannot be said any more."""
+    removed = "what the workers wrote was removed, as retention.work_hours says"
+    found = [chunk for chunk in chunks if chunk.first_index <= index <= chunk.last_index]
+    if not found:
+        return None, None
+    is_whole = len(found) == 1 and found[0].last_index - found[0].first_index + 1 == found[0].requests
+    if len(found) == 1 and (in_output or is_whole):
+        return found[0], f"{removed}; the manifest has the sha256 of it"
+    numbers = ", ".join(str(chunk.chunk) for chunk in found[:10])
+    return None, f"{removed}: the request was in one of the chunks {numbers}, or is invalid"
 
 
 def _chunk_of(chunks: Sequence[Chunk], index: int, store: ObjectStore) -> Chunk | None:

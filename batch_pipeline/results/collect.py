@@ -18,6 +18,7 @@ import msgspec
 from batch_pipeline.errors import CustomerError, NotAllowedInState, ProofFailed
 from batch_pipeline.ledger.records import Batch
 from batch_pipeline.results import manifest as manifests
+from batch_pipeline.results.archived import check_files_kept
 from batch_pipeline.results.status import ERRORS, MANIFEST, OUTPUT
 from batch_pipeline.store import ObjectStore
 from batch_pipeline.wire import codes
@@ -43,15 +44,16 @@ class _Origin(msgspec.Struct):
 def collect(batch: Batch, folder: Path, store: ObjectStore, *, overwrite: bool = False) -> Collected:
     """Download the final files of a batch into `folder`, which is created where it is missing.
 
-    Raises NotAllowedInState where the batch has no final files yet; CustomerError where the folder holds files of the
-    same names that are not this batch's, unless `overwrite`; ProofFailed where what arrived is not what the manifest
-    says; StoreError; OSError.
+    Raises NotAllowedInState where the batch has no final files yet, or none any more; CustomerError where the folder
+    holds files of the same names that are not this batch's, unless `overwrite`; ProofFailed where what arrived is not
+    what the manifest says; StoreError; OSError.
     """
     if not batch.status.is_final or batch.manifest_key is None:
         raise NotAllowedInState(
             f"batch {batch.batch_id} is {batch.status}: its results are there once it is completed, failed, expired or "
             "cancelled"
         )
+    check_files_kept(batch)
     folder.mkdir(parents=True, exist_ok=True)
     if not overwrite:
         _refuse_others(folder, batch)

@@ -11,9 +11,10 @@ import msgspec
 from batch_pipeline.errors import NotAllowedInState
 from batch_pipeline.ledger import Ledger
 from batch_pipeline.ledger.records import BatchStatus, ChunkState
+from batch_pipeline.results.archived import all_chunks
+from batch_pipeline.store import ObjectStore
 
 POLL_SECONDS = 2.0
-_PAGE = 1000
 
 
 class ChunkSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,22 +84,22 @@ def _has_stopped(batch_id: str, ledger: Ledger) -> bool:
     return batch.status.is_final or merging
 
 
-def summarise(batch_id: str, ledger: Ledger) -> ChunkSummary:
-    """Return a batch's chunks together. Reads every chunk row of it, a page at a time."""
+def summarise(batch_id: str, ledger: Ledger, store: ObjectStore) -> ChunkSummary:
+    """Return a batch's chunks together: every one of them is read, in the ledger or in the manifest.
+
+    Raises NotFound; NotAllowedInState where its files were removed; ProofFailed, StoreError.
+    """
     batch = ledger.batches.get(batch_id)
     lanes = ledger.batches.lanes(batch_id)
     attempts, workers, engines, models, hashes = 0, set[str](), set[str](), set[str](), list[str]()
-    after = -1
-    while page := ledger.chunks.of(batch_id, after=after, limit=_PAGE):
-        after = page[-1].chunk
-        for chunk in page:
-            attempts += chunk.token
-            if chunk.worker_id is not None:
-                workers.add(chunk.worker_id)
-            if chunk.state == ChunkState.COMMITTED and chunk.result is not None:
-                engines.add(chunk.result.engine_version)
-                models.add(chunk.result.model_version)
-                hashes.append(chunk.result.sha256)
+    for chunk in all_chunks(batch, ledger, store):
+        attempts += chunk.token
+        if chunk.worker_id is not None:
+            workers.add(chunk.worker_id)
+        if chunk.state == ChunkState.COMMITTED and chunk.result is not None:
+            engines.add(chunk.result.engine_version)
+            models.add(chunk.result.model_version)
+            hashes.append(chunk.result.sha256)
     return ChunkSummary(
         customer=batch.customer,
         committed=sum(lane.committed for lane in lanes),

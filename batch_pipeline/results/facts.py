@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from batch_pipeline.ledger import Ledger
-from batch_pipeline.ledger.records import Batch, BatchStatus, Chunk
+from batch_pipeline.ledger.records import Batch, BatchStatus, Chunk, Event
 from batch_pipeline.models import Prices
 from batch_pipeline.results import manifest
-from batch_pipeline.results.manifest import ChunkFacts, Head, InputFacts, ModelUsage, PartFacts, Usage
+from batch_pipeline.results.manifest import ChunkFacts, EventFacts, Head, InputFacts, ModelUsage, PartFacts, Usage
 from batch_pipeline.results.proof import Counted, Files
 from batch_pipeline.results.scatter import Kept
 from batch_pipeline.wire import codes
@@ -16,6 +16,8 @@ from batch_pipeline.wire import codes
 _REFUSED_WHOLE = {codes.TOO_MANY_REQUESTS, codes.FILE_TOO_LARGE}
 _NOTHING_KEPT = Kept(0, 0, Usage())
 _PAGE = 1000
+_LAST_EVENTS = {"finalizing", "failing"}
+"""Whichever comes: every chunk has stopped, or nothing runs because of invalid lines."""
 
 
 def refused_whole(batch: Batch) -> bool:
@@ -43,8 +45,35 @@ def chunks_of(batch_id: str, ledger: Ledger) -> list[Chunk]:
             return chunks
 
 
+def events_until_merge(batch_id: str, ledger: Ledger) -> Iterator[EventFacts]:
+    """Yield what happened to a batch and its chunks until nothing was left to do but the merge, a page at a time."""
+    return until_merge(map(event_facts, ledger.events.of(batch_id)))
+
+
+def until_merge(events: Iterable[EventFacts]) -> Iterator[EventFacts]:
+    """Yield a batch's events up to the one after which the merge may begin.
+
+    What follows it (the merge's own) is not of the files' making, and differs with the time of the merge.
+    """
+    for event in events:
+        yield event
+        if event.chunk is None and event.event in _LAST_EVENTS:
+            return
+
+
+def event_facts(event: Event) -> EventFacts:
+    """Return an event in the manifest's words."""
+    return EventFacts(**{name: getattr(event, name) for name in EventFacts.__struct_fields__})
+
+
 def build_manifest(
-    batch: Batch, chunks: Sequence[Chunk], kept: dict[int, Kept], counted: Counted, prices: dict[str, Prices]
+    batch: Batch,
+    chunks: Sequence[Chunk],
+    kept: dict[int, Kept],
+    counted: Counted,
+    *,
+    prices: dict[str, Prices],
+    events: Iterable[EventFacts],
 ) -> bytes:
     """Return the bytes of the batch's manifest, the same whenever and by whomever they are made."""
     facts = [chunk_facts(chunk, kept) for chunk in chunks]
@@ -77,7 +106,7 @@ def build_manifest(
         output=counted.output,
         errors=counted.errors,
     )
-    return manifest.encode(head, facts)
+    return manifest.encode(head, facts, events)
 
 
 def _model_usage(chunks: Iterable[ChunkFacts], prices: dict[str, Prices]) -> list[ModelUsage]:
@@ -114,6 +143,9 @@ def chunk_facts(chunk: Chunk, kept: dict[int, Kept] | None = None) -> ChunkFacts
         requests=chunk.requests,
         first_index=chunk.first_index,
         last_index=chunk.last_index,
+        prompt_tokens=chunk.prompt_tokens,
+        max_output_tokens=chunk.max_output_tokens,
+        input_key=chunk.input_key,
         state=chunk.state,
         attempt=chunk.token,
         worker=chunk.worker_id,
@@ -121,6 +153,9 @@ def chunk_facts(chunk: Chunk, kept: dict[int, Kept] | None = None) -> ChunkFacts
         engine_version=None if result is None else result.engine_version,
         model_version=None if result is None else result.model_version,
         result_key=None if result is None else result.result_key,
+        lines_key=None if result is None else result.lines_key,
+        output_bytes=0 if result is None else result.output_bytes,
+        error_bytes=0 if result is None else result.error_bytes,
         sha256=None if result is None else result.sha256,
         parts=[] if result is not None else [PartFacts(key=part.key, requests=part.requests) for part in chunk.parts],
         completed=completed,

@@ -16,6 +16,7 @@ ProofFailed and leaves the status as it is: a wrong file is never given out.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -26,9 +27,18 @@ from batch_pipeline.ledger import Ledger
 from batch_pipeline.ledger.records import Batch, BatchStatus, Chunk, ChunkState, FinalFiles
 from batch_pipeline.models import Prices
 from batch_pipeline.results import manifest
+from batch_pipeline.results.archived import all_chunks, all_events, check_files_kept
 from batch_pipeline.results.assemble import Assembled, assemble
-from batch_pipeline.results.facts import build_manifest, chunks_of, refused_whole
+from batch_pipeline.results.facts import (
+    build_manifest,
+    chunks_of,
+    event_facts,
+    events_until_merge,
+    refused_whole,
+    until_merge,
+)
 from batch_pipeline.results.findings import Finding, Problems
+from batch_pipeline.results.manifest import EventFacts
 from batch_pipeline.results.proof import Counted, Files, Taps, count_files
 from batch_pipeline.results.sections import SectionHashes
 from batch_pipeline.settings import Settings
@@ -69,9 +79,17 @@ def merge(
             f"batch {batch_id} is {batch.status}: its results are merged once all of its chunks stop"
         )
     chunks = _stopped_chunks(batch, ledger)
+    if chunks is None:
+        return _final_files(ledger.batches.get(batch_id))
     prefix = keys.final(batch_id, "")
     counted, data = _make_files(
-        batch, chunks, store, scratch=_scratch(settings), prefix=prefix, prices=_catalogue_prices(settings)
+        batch,
+        chunks,
+        store,
+        scratch=_scratch(settings),
+        prefix=prefix,
+        prices=_catalogue_prices(settings),
+        events=events_until_merge(batch_id, ledger),
     )
     files = FinalFiles(
         output_key=None if counted.output is None else counted.output.key,
@@ -86,8 +104,20 @@ def merge(
     return _final_files(ledger.batches.finish(batch_id, files, run_id=run_id))
 
 
-def _stopped_chunks(batch: Batch, ledger: Ledger) -> list[Chunk]:
+def _stopped_chunks(batch: Batch, ledger: Ledger) -> list[Chunk] | None:
+    """Return the batch's chunks; None where another merge has ended it meanwhile.
+
+    Nothing may be written from a part of them: the chunks of a batch that has ended leave the ledger, maybe while they
+    are read here.
+    """
     chunks = chunks_of(batch.batch_id, ledger)
+    requests = sum(chunk.requests for chunk in chunks)
+    if ledger.batches.get(batch.batch_id).status.is_final:
+        return None
+    if requests != batch.total - batch.invalid:
+        raise ProofFailed(
+            [f"the chunks of {batch.batch_id} have {requests} requests, {batch.total - batch.invalid} are valid"]
+        )
     running = [chunk for chunk in chunks if chunk.state in (ChunkState.PENDING, ChunkState.LEASED)]
     if running:
         raise NotAllowedInState(
@@ -98,7 +128,14 @@ def _stopped_chunks(batch: Batch, ledger: Ledger) -> list[Chunk]:
 
 
 def _make_files(
-    batch: Batch, chunks: list[Chunk], store: ObjectStore, *, scratch: Path, prefix: str, prices: dict[str, Prices]
+    batch: Batch,
+    chunks: list[Chunk],
+    store: ObjectStore,
+    *,
+    scratch: Path,
+    prefix: str,
+    prices: dict[str, Prices],
+    events: Iterable[EventFacts],
 ) -> tuple[Counted, bytes]:
     """Write output and error file below `prefix`, prove them, and return what they hold and the manifest's bytes.
 
@@ -113,7 +150,7 @@ def _make_files(
         error_key=f"{prefix}{ERRORS}",
     )
     counted = _read_back(batch, written, store, prefix)
-    return counted, build_manifest(batch, chunks, written.kept, counted, prices)
+    return counted, build_manifest(batch, chunks, written.kept, counted, prices=prices, events=events)
 
 
 def _read_back(batch: Batch, written: Assembled, store: ObjectStore, prefix: str) -> Counted:
@@ -161,19 +198,28 @@ def _write_manifest(store: ObjectStore, prefix: str, data: bytes) -> str:
 
 
 def _rebuild(batch: Batch, ledger: Ledger, store: ObjectStore, settings: Settings) -> None:
-    """Make the final files of a final batch again.
+    """Make the final files of a final batch again. Raises NotAllowedInState where what they are made from is removed.
 
     Killed before the copies: the old files are untouched, what lies beside them is garbage. Between the copies: some
     are old and some new, and both have the hashes that the manifest says.
     """
+    check_files_kept(batch)
+    if batch.work_removed_at is not None:
+        raise NotAllowedInState(
+            f"batch {batch.batch_id} cannot be rebuilt: its chunk results were removed, as retention.work_hours says; "
+            "its final files are the only copy"
+        )
     old = _old_manifest(batch, store)
     prices = _catalogue_prices(settings)
     if old is not None:
         # The prices are those of the day on which the batch ended.
         prices = {entry.model: entry.prices for entry in old.models if entry.prices is not None}
     prefix = keys.rebuild(batch.batch_id, ids.new_nonce())
-    chunks = chunks_of(batch.batch_id, ledger)
-    counted, data = _make_files(batch, chunks, store, scratch=_scratch(settings), prefix=prefix, prices=prices)
+    chunks = all_chunks(batch, ledger, store)
+    events = [event_facts(event) for event in all_events(batch, ledger, store)]
+    counted, data = _make_files(
+        batch, chunks, store, scratch=_scratch(settings), prefix=prefix, prices=prices, events=until_merge(events)
+    )
     made = Problems()
     for field in ("completed", "failed", "expired", "cancelled"):
         made.differ(f"{field} requests", getattr(counted.counts, field), "the ledger", getattr(batch, field))

@@ -82,11 +82,15 @@ class _Existing(NamedTuple):
 def publish_status(batch_id: str, *, ledger: Ledger, store: ObjectStore, settings: Settings) -> str:
     """Make the outbox show how a batch stands now; return the folder in which it does (its name, or below `earlier/`).
 
+    Nothing is written of a batch whose files were removed.
     Killed before the status is written, the old one stands; of a final batch some files may lie there already, which
     its status does not name yet. Killed after it, only the ledger's note is missing, and it is written once more.
     Raises NotFound, StoreError.
     """
     batch = ledger.batches.get(batch_id)
+    if batch.files_removed_at is not None:
+        # Its folder was removed with its files, and may be another's.
+        return _folder(batch, ledger)
     touched = False
     while True:
         folder = _folder(batch, ledger)

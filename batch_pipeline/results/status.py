@@ -158,6 +158,7 @@ def batch_object(
     """Return the document of one state of a batch."""
     final = batch.status.is_final
     counts = _counts(batch, lanes)
+    kept = batch.files_removed_at is None
     ended = {status: _seconds(batch.ended_at) if batch.status == status else None for status in BatchStatus}
     return StatusDocument(
         id=batch.batch_id,
@@ -167,8 +168,8 @@ def batch_object(
         input_file_id=batch.input_key,
         completion_window=_window(batch.window_seconds),
         status=batch.status,
-        output_file_id=batch.output_key,
-        error_file_id=batch.error_key,
+        output_file_id=batch.output_key if kept else None,
+        error_file_id=batch.error_key if kept else None,
         created_at=int(batch.created_at),
         in_progress_at=_seconds(batch.in_progress_at),
         expires_at=int(batch.deadline_at),
@@ -189,7 +190,7 @@ def batch_object(
         reason=reason,
         estimated_finish_at=estimate,
         cost=_cost(lanes, settings),
-        files=_files(batch, folder) if final else FilesShown(),
+        files=_files(batch, folder) if final and kept else FilesShown(),
         revision=batch.revision,
         progress=sum(lane.revision for lane in lanes),
         as_of=as_of,

@@ -10,6 +10,7 @@ from batch_pipeline.errors import NotAllowedInState
 from batch_pipeline.ledger import Ledger
 from batch_pipeline.ledger.records import Batch
 from batch_pipeline.results import manifest
+from batch_pipeline.results.archived import check_files_kept
 from batch_pipeline.results.facts import files_to_count
 from batch_pipeline.results.findings import Finding, Problems, Verdict
 from batch_pipeline.results.manifest import Counts, Manifest, Usage
@@ -45,13 +46,14 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
 def verify(batch_id: str, *, ledger: Ledger, store: ObjectStore) -> Proof:
     """Read input, output, errors and manifest of a final batch and return the proof, whether it holds or not.
 
-    Reads only. Raises NotFound; NotAllowedInState before the end; StoreError where the store cannot be used (a file
-    that is missing is a problem in the proof, not an error). Cost: each byte is read and parsed once, in bounded
-    memory.
+    Reads only. Raises NotFound; NotAllowedInState before the end and once the files were removed; StoreError where the
+    store cannot be used (a file that is missing is a problem in the proof, not an error). Cost: each byte is read and
+    parsed once, in bounded memory.
     """
     batch = ledger.batches.get(batch_id)
     if not batch.status.is_final:
         raise NotAllowedInState(f"batch {batch_id} is {batch.status}: there are no results to verify before its end")
+    check_files_kept(batch)
     problems = Problems()
     counted = count_files(files_to_count(batch), store, problems)
     _compare_with_ledger(batch, counted, problems)
