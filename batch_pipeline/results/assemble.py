@@ -83,8 +83,8 @@ def assemble(
         pool = stack.enter_context(ThreadPoolExecutor(THREADS, thread_name_prefix="merge"))
         # On an error what has not begun is dropped, so that leaving the pool waits for what runs and no longer.
         stack.callback(pool.shutdown, wait=True, cancel_futures=True)
-        output = stack.enter_context(FileWriter(store, output_key))
-        errors = stack.enter_context(FileWriter(store, error_key))
+        output = stack.enter_context(FileWriter(store, output_key, pool))
+        errors = stack.enter_context(FileWriter(store, error_key, pool))
         assembler = _Assembler(batch, store, scratch=scratch, pool=pool, output=output, errors=errors)
         for group, ahead in _with_lookahead(batch, groups(chunks), store, pool):
             assembler.add(group, ahead)

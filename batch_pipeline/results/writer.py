@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Self
 
@@ -20,13 +21,15 @@ class FileWriter:
 
     Killed before `finish` has returned, the key is as it was before; afterwards it has the whole file. Parts of an
     upload that was never completed are the store's to collect. As a context manager it aborts on an exception.
-    Memory: about two parts.
+    Memory: about two parts; with a pool, in which parts are then sent, `store.objects.UNSENT_BYTES` more.
     """
 
-    def __init__(self, store: ObjectStore, key: str) -> None:
+    def __init__(self, store: ObjectStore, key: str, pool: ThreadPoolExecutor | None = None) -> None:
         self._store = store
+        self._pool = pool
         self._small: io.BytesIO | None = io.BytesIO()
         self._parts: MultipartWriter | None = None
+        self._is_open = True
         self.key = key
         self.size = 0
         self.copied_bytes = 0
@@ -66,12 +69,13 @@ class FileWriter:
         """Make the file visible. Nothing is written where it has no bytes."""
         if self._parts is not None:
             self._parts.complete()
+            self._is_open = False
         elif self._small is not None and self.size:
             self._store.put(self.key, self._small.getvalue())
 
     def _upload(self) -> MultipartWriter:
         if self._parts is None:
-            self._parts = self._store.multipart(self.key)
+            self._parts = self._store.multipart(self.key, self._pool)
         if self._small is not None:
             self._parts.write(self._small.getbuffer())
             self._small = None
@@ -92,5 +96,5 @@ class FileWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is not None and self._parts is not None:
+        if kind is not None and self._parts is not None and self._is_open:
             self._parts.abort()
