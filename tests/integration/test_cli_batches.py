@@ -15,6 +15,7 @@ import pytest
 from batch_pipeline import ids, intake
 from batch_pipeline.cli.program import run
 from batch_pipeline.ledger import Ledger
+from batch_pipeline.ledger.batches import Batches
 from batch_pipeline.ledger.records import BatchStatus, ChunkResult, Lease
 from batch_pipeline.results import merge, outbox
 from batch_pipeline.settings import Settings
@@ -142,6 +143,38 @@ def test_the_same_idempotency_key_is_the_same_batch(
     first, second = capsys.readouterr().out.split()
     assert first == second
     assert len(parts.ledger.batches.recent()) == 1
+    assert [info.key for info in parts.store.list("batches/")] == [keys.input_file(first)]
+
+
+@pytest.mark.parametrize("killed_at", ["ledger.batches.create", "publish"])
+def test_a_submission_that_was_killed_is_made_once_by_the_next_one_with_its_key(
+    cli: Run, requests: Path, parts: Parts, killed_at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kill(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    command = ("submit", requests, "--customer", "acme", "--idempotency-key", "monday")
+    with monkeypatch.context() as patch:
+        if killed_at == "publish":
+            patch.setattr(outbox, "publish_status", kill)
+        else:
+            patch.setattr(Batches, "create", kill)
+        assert cli(*command) == 130
+    assert [cli(*command), cli(*command)] == [0, 0]
+    (batch,) = parts.ledger.batches.recent()
+    assert parts.store.get(batch.input_key) == requests.read_bytes()
+    assert json.loads(parts.store.get(keys.outbox("acme", "greetings", "status.json")))["id"] == batch.batch_id
+
+
+def test_of_two_submissions_at_once_with_one_key_the_second_returns_the_batch_of_the_first(
+    cli: Run, requests: Path, parts: Parts, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Neither sees the other's batch before it creates its own.
+    monkeypatch.setattr(Batches, "by_creation_key", lambda _self, _key: None)
+    command = ("submit", requests, "--customer", "acme", "--idempotency-key", "monday")
+    assert [cli(*command), cli(*command)] == [0, 0]
+    first, second = capsys.readouterr().out.split()
+    assert first == second
     assert [info.key for info in parts.store.list("batches/")] == [keys.input_file(first)]
 
 
