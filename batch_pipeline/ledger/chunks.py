@@ -36,6 +36,30 @@ _STOPPED_STATE = {
 }
 
 
+_OVERDUE = (
+    sa.select(chunks.c.batch_id, chunks.c.chunk, chunks.c.token)
+    .where(is_leased, chunks.c.expires_at <= sa.bindparam("now"))
+    .order_by(chunks.c.expires_at)
+    .limit(sa.bindparam("most"))
+)
+_LOCK = (
+    sa.select(chunks)
+    .where(chunks.c.batch_id == sa.bindparam("of_batch"), chunks.c.chunk == sa.bindparam("of_chunk"))
+    .with_for_update()
+)
+_COMMIT = (
+    chunks.update()
+    .where(chunks.c.batch_id == sa.bindparam("of_batch"), chunks.c.chunk == sa.bindparam("of_chunk"))
+    .values(
+        state=ChunkState.COMMITTED,
+        result=sa.bindparam("its_result"),
+        committed_at=sa.bindparam("now"),
+        expires_at=None,
+        last_error=None,
+    )
+)
+
+
 class Chunks:
     """Chunks and their transitions."""
 
@@ -58,10 +82,12 @@ class Chunks:
         locked ones are skipped. Killed before its commit this has leased nothing; where its answer is lost, the leases
         run out.
         """
-        self.expire_leases()
-        with self._database.write() as tx:
-            taker = Taker(worker_id, run_id, model, tx.now + self._lease_seconds)
-            return lease_chunks(tx, taker, limit, batches_only)
+        while True:
+            with self._database.write() as tx:
+                if not tx.connection.execute(_OVERDUE, {"now": tx.now, "most": 1}).all():
+                    taker = Taker(worker_id, run_id, model, tx.now + self._lease_seconds)
+                    return lease_chunks(tx, taker, limit, batches_only)
+            self.expire_leases()
 
     def checkpoint(self, ref: LeaseRef, part: Part) -> None:
         """Add a part to a leased chunk: its requests are not run again, whatever happens. Raises LeaseLost.
@@ -104,13 +130,8 @@ class Chunks:
 
     def _commit(self, tx: Transaction, row: Any, ref: LeaseRef, result: records.ChunkResult) -> int:
         tx.connection.execute(
-            _at(ref).values(
-                state=ChunkState.COMMITTED,
-                result=rows.json(result),
-                committed_at=tx.now,
-                expires_at=None,
-                last_error=None,
-            )
+            _COMMIT,
+            {"of_batch": ref.batch_id, "of_chunk": ref.chunk, "its_result": rows.json(result), "now": tx.now},
         )
         detail = f"{result.completed} completed, {result.failed} failed"
         events.record(
@@ -154,14 +175,8 @@ class Chunks:
 
         Returns how many. A worker that comes back afterwards finds its token refused.
         """
-        overdue = (
-            sa.select(chunks.c.batch_id, chunks.c.chunk, chunks.c.token)
-            .where(is_leased)
-            .order_by(chunks.c.expires_at)
-            .limit(limit)
-        )
         with self._database.read() as tx:
-            found = tx.connection.execute(overdue.where(chunks.c.expires_at <= tx.now)).all()
+            found = tx.connection.execute(_OVERDUE, {"now": tx.now, "most": limit}).all()
         return sum(self._expire_lease(LeaseRef(*row)) for row in found)
 
     def _expire_lease(self, ref: LeaseRef) -> bool:
@@ -261,8 +276,7 @@ def _at(ref: LeaseRef) -> sa.Update:
 
 
 def _locked(tx: Transaction, ref: LeaseRef) -> Any:
-    query = sa.select(chunks).where(chunks.c.batch_id == ref.batch_id, chunks.c.chunk == ref.chunk)
-    return tx.connection.execute(query.with_for_update()).one_or_none()
+    return tx.connection.execute(_LOCK, {"of_batch": ref.batch_id, "of_chunk": ref.chunk}).one_or_none()
 
 
 def _leased(tx: Transaction, ref: LeaseRef) -> Any:

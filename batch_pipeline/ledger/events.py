@@ -12,6 +12,8 @@ from batch_pipeline.ledger import records, rows
 from batch_pipeline.ledger.database import Database, Transaction
 from batch_pipeline.ledger.schema import events
 
+_INSERT = events.insert()
+
 
 def record(
     tx: Transaction,
@@ -45,7 +47,7 @@ def record(
 def record_all(tx: Transaction, new: list[dict[str, object]]) -> None:
     """Add events to the transaction, in one statement."""
     if new:
-        tx.connection.execute(events.insert(), new)
+        tx.connection.execute(_INSERT, new)
 
 
 class Events:

@@ -23,18 +23,27 @@ from batch_pipeline.ledger.schema import (
     service,
 )
 
+_LANE_SUMS = (
+    *("pending", "leased", "committed", "stopped", "pending_tokens"),
+    *("completed", "failed", "input_tokens", "cached_tokens", "output_tokens"),
+)
+_UPDATE_LANE = (
+    lanes.update()
+    .where(lanes.c.batch_id == sa.bindparam("of_batch"), lanes.c.model == sa.bindparam("of_model"))
+    .values(
+        revision=lanes.c.revision + 1,
+        **{name: lanes.c[name] + sa.bindparam(f"more_{name}", type_=lanes.c[name].type) for name in _LANE_SUMS},
+    )
+    .returning(lanes.c.pending + lanes.c.leased)
+)
+_NO_CHANGE = {f"more_{name}": 0 for name in _LANE_SUMS}
+
 
 def update_lane(tx: Transaction, batch_id: str, model: str, **changes: int) -> int:
     """Add `changes` to the sums of a lane; returns its chunks that are pending or leased now."""
-    values = {name: lanes.c[name] + change for name, change in changes.items()}
-    return int(
-        tx.connection.execute(
-            lanes.update()
-            .where(lanes.c.batch_id == batch_id, lanes.c.model == model)
-            .values(revision=lanes.c.revision + 1, **values)
-            .returning(lanes.c.pending + lanes.c.leased)
-        ).scalar_one()
-    )
+    more = {f"more_{name}": change for name, change in changes.items()}
+    parameters = {"of_batch": batch_id, "of_model": model, **_NO_CHANGE, **more}
+    return int(tx.connection.execute(_UPDATE_LANE, parameters).scalar_one())
 
 
 def open_chunks(tx: Transaction, batch_id: str) -> int:
