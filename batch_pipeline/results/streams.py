@@ -67,7 +67,8 @@ def split_lines(blocks: Iterator[bytes], limit: int = MAX_LINE_BYTES) -> Iterato
         size += len(lines[0])
         pending.append(lines[0])
         yield b"".join(pending) if size <= limit else None
-        yield from lines[1:-1]
+        for line in lines[1:-1]:
+            yield line if len(line) <= limit else None
         pending = [lines[-1]]
         size = len(lines[-1])
     if size > limit:
