@@ -6,6 +6,8 @@ import msgspec
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
 """Endpoints that a model can be served on; a batch names one of them."""
+INLINE_MEDIA = "data:"
+"""The word in `allowed_media_hosts` for media that stand in the request itself."""
 
 
 class Prices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -65,5 +67,26 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Largest `n` of a request; vLLM takes thousands and is busy with one of them for half a minute."""
     default_output_tokens: int = 256
     """Estimate of the answer where a request has no max_tokens. Only an estimate: the engine is not told."""
+    allowed_media_hosts: list[str] = []
+    """Hosts from which the engine may fetch images, audio and video that requests name, each as it stands in the URL
+    (`media.example.com` or `media.example.com:8443`); "data:" for media in the request itself. Empty: texts only.
+    """
+    isolate_prefix_cache: bool = True
+    """Each customer has a prefix cache of its own (vLLM's cache_salt): otherwise the cached tokens that a result tells
+    would let one find out what another has asked. Within a customer prefixes are shared as always.
+    """
     prices: Prices = Prices()
     kubernetes: Kubernetes = Kubernetes()
+
+    @property
+    def fetch_arguments(self) -> list[str]:
+        """Arguments of vLLM's server that hold it to `allowed_media_hosts`, behind intake's own check.
+
+        An empty list would mean any host there: so a name that by RFC 2606 no host can have.
+        """
+        hosts = sorted({host.partition(":")[0] for host in self.allowed_media_hosts if host != INLINE_MEDIA})
+        return ["--allowed-media-domains", *(hosts or ["none.invalid"])]
+
+
+FETCH_ENVIRONMENT = {"VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0"}
+"""An allowed host must not send the engine on to another one."""

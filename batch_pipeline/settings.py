@@ -19,12 +19,13 @@ from typing import Any
 import msgspec
 
 from batch_pipeline.errors import SettingsError
-from batch_pipeline.models import ENDPOINTS, Model
+from batch_pipeline.models import ENDPOINTS, INLINE_MEDIA, Model
 
 CONFIG_VARIABLE = "BATCH_PIPELINE_CONFIG"
 OVERRIDE_PREFIX = "BATCH_PIPELINE__"
 DEFAULT_FILE = "batch-pipeline.toml"
 MODEL_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,62}[A-Za-z0-9])?")
+MEDIA_HOST = re.compile(r"[a-z0-9](?:[a-z0-9.-]{0,252}[a-z0-9])?(?::[0-9]{1,5})?")
 MEBIBYTE = 1024 * 1024
 
 
@@ -95,6 +96,9 @@ class Worker(_Section, frozen=True):
     max_chunk_attempts: int = 8
     """Leases of one chunk that may end without a commit before its unfinished requests become errors."""
     request_timeout_seconds: float = 1800.0
+    max_answer_bytes: int = 16 * MEBIBYTE
+    """Largest answer of the engine to one request: a larger one ends as an error, so that no request fills the memory.
+    """
 
 
 class Scheduling(_Section, frozen=True):
@@ -109,6 +113,25 @@ class Scheduling(_Section, frozen=True):
     """Chunks of backlog for which one more worker of a model is wanted."""
     retry_run_seconds: float = 30.0
     """Pause before a run that failed is requested again; doubles with each failure up to ten minutes."""
+
+
+class Retention(_Section, frozen=True):
+    """How long what is over is kept. Housekeeping removes it afterwards, every half hour."""
+
+    ledger_minutes: float = 10.0
+    """Time after a batch's end until its chunks leave the ledger: from then on its manifest has them."""
+    work_hours: float = 24.0
+    """Time after a batch's end until what its files were made from is deleted: after that they cannot be rebuilt."""
+    files_days: float = 30.0
+    """Time after a batch's end until its input, its files and its outbox folder are deleted."""
+    partitions_days: float = 30.0
+    """Time after a batch's end until its Dagster partition is deleted. Dagster holds some ten thousand of them well."""
+    leftovers_hours: float = 1.0
+    """Least age of what an attempt has written in vain before it is deleted."""
+    orphans_hours: float = 24.0
+    """Least age of uploads that never became a batch, of unfinished multipart uploads, and of workers not heard of."""
+    per_run: int = 1000
+    """Most batches (and partitions) of each kind in one run of housekeeping."""
 
 
 class Embedded(_Section, frozen=True):
@@ -128,6 +151,7 @@ class Settings(_Section, frozen=True):
     intake: Intake = Intake()
     worker: Worker = Worker()
     scheduling: Scheduling = Scheduling()
+    retention: Retention = Retention()
     embedded: Embedded = Embedded()
     models: dict[str, Model] = {}
 
@@ -162,7 +186,7 @@ def load(path: Path | None = None, environment: Mapping[str, str] | None = None)
 def check(settings: Settings) -> list[str]:
     """Return what is wrong with values that are each of the right type; one sentence each, naming the field."""
     problems = []
-    for section in (settings.intake, settings.worker, settings.scheduling):
+    for section in (settings.intake, settings.worker, settings.scheduling, settings.retention):
         for field in section.__struct_fields__:
             value = getattr(section, field)
             if isinstance(value, int | float) and value <= 0:
@@ -196,6 +220,12 @@ def _check_model(name: str, model: Model) -> list[str]:
         problems.append(f"{where}.prices.batch_discount must be between 0 and 1")
     if model.engine_url is not None and not model.engine_url.startswith(("http://", "https://")):
         problems.append(f"{where}.engine_url must start with http:// or https://")
+    problems += [
+        f"{where}.allowed_media_hosts: {host!r} is no host in lower-case letters, as it stands in a URL, nor "
+        f'"{INLINE_MEDIA}"'
+        for host in model.allowed_media_hosts
+        if host != INLINE_MEDIA and not MEDIA_HOST.fullmatch(host)
+    ]
     return problems
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from dagster_k8s.job import USER_DEFINED_K8S_CONFIG_KEY
 
-from batch_pipeline.models import Model
+from batch_pipeline.models import FETCH_ENVIRONMENT, Model
 
 ENGINE_PORT = 8000
 START_PROBE_SECONDS = 10
@@ -45,6 +45,7 @@ def worker_tags(name: str, model: Model) -> dict[str, Any]:
 
 def _engine(name: str, model: Model) -> dict[str, Any]:
     resources = {"cpu": model.kubernetes.cpu, "memory": model.kubernetes.memory}
+    environment = {**FETCH_ENVIRONMENT, **model.engine_environment}
     limits = {"nvidia.com/gpu": str(model.kubernetes.gpus), "memory": model.kubernetes.memory}
     probe = {"http_get": {"path": "/health", "port": ENGINE_PORT}, "period_seconds": START_PROBE_SECONDS}
     return {
@@ -58,13 +59,14 @@ def _engine(name: str, model: Model) -> dict[str, Any]:
             name,
             "--max-model-len",
             str(model.context_length),
+            *model.fetch_arguments,
             "--host",
             "0.0.0.0",  # noqa: S104 - the kubelet probes the pod's address; a network policy keeps others out
             "--port",
             str(ENGINE_PORT),
             *model.engine_arguments,
         ],
-        "env": [{"name": key, "value": value} for key, value in sorted(model.engine_environment.items())],
+        "env": [{"name": key, "value": value} for key, value in sorted(environment.items())],
         "resources": {"requests": resources, "limits": limits},
         "startup_probe": {
             **probe,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from batch_pipeline.engine.attached import AttachedEngine
-from batch_pipeline.engine.client import Answer, AnswerTimeout, ConnectionLost, EngineClient, NoAnswer
+from batch_pipeline.engine.client import Answer, AnswerTimeout, AnswerTooLarge, ConnectionLost, EngineClient, NoAnswer
 from batch_pipeline.engine.engine import Engine
 from batch_pipeline.engine.server import VllmServer
 from batch_pipeline.models import Model
@@ -13,6 +13,7 @@ from batch_pipeline.models import Model
 __all__ = [
     "Answer",
     "AnswerTimeout",
+    "AnswerTooLarge",
     "AttachedEngine",
     "ConnectionLost",
     "Engine",

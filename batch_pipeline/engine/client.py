@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import email.utils
 import time
 from types import TracebackType
@@ -12,10 +13,14 @@ import msgspec
 import yarl
 
 from batch_pipeline.errors import BatchPipelineError
+from batch_pipeline.plain import one_line
+from batch_pipeline.wire.nesting import is_nested_beyond
+from batch_pipeline.wire.usage import AnswerBody, ReportedUsage, tokens_of
 
 _CONNECT_SECONDS = 10.0
 # Shorter than any server's own (vLLM: 5 s), so that no request goes out on a connection that is being closed.
 _KEEPALIVE_SECONDS = 2.0
+MAX_ANSWER_BYTES = 16 * 1024 * 1024
 _HEADERS = {"Content-Type": "application/json"}
 
 
@@ -35,6 +40,10 @@ class AnswerTimeout(NoAnswer):
     """No answer within the time that a request may take."""
 
 
+class AnswerTooLarge(NoAnswer):
+    """The answer has more bytes than one may have; it was not read to its end."""
+
+
 class Answer(msgspec.Struct, frozen=True, gc=False):
     """What the engine answered. `body` is one line of JSON: one that says so where the engine sent something else."""
 
@@ -52,19 +61,13 @@ class Answer(msgspec.Struct, frozen=True, gc=False):
     """What the body says is wrong, shortened; empty where nothing is."""
 
 
-class _Details(msgspec.Struct, gc=False):
-    cached_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct, gc=False):
-    prompt_tokens: int = 0
-    completion_tokens: int | None = None
-    prompt_tokens_details: _Details | None = None
-
-
 class _Envelope(msgspec.Struct, gc=False):
     id: str | None = None
-    usage: _Usage | None = None
+    usage: ReportedUsage | None = None
+
+
+class _Id(msgspec.Struct, gc=False):
+    id: str | None = None
 
 
 class _Error(msgspec.Struct, frozen=True, gc=False):
@@ -77,17 +80,21 @@ class _Refusal(msgspec.Struct, gc=False):
 
 _decode_envelope = msgspec.json.Decoder(_Envelope).decode
 _decode_refusal = msgspec.json.Decoder(_Refusal).decode
-_NO_USAGE = _Usage()
-_NO_DETAILS = _Details()
+_decode_body = msgspec.json.Decoder(AnswerBody).decode
+_decode_id = msgspec.json.Decoder(_Id).decode
+_decode_any = msgspec.json.Decoder(msgspec.Raw).decode
+MAX_DEPTH = 200
+"""Deepest nesting of an answer: whoever reads it later, inside of a result line, can do so wherever it stands."""
 _SHOWN_CHARACTERS = 300
 
 
 class EngineClient:
     """A client of the engine at `url`. Use it in one event loop, and close it. The caller bounds what is in flight."""
 
-    def __init__(self, url: str, timeout_seconds: float) -> None:
+    def __init__(self, url: str, timeout_seconds: float, max_answer_bytes: int = MAX_ANSWER_BYTES) -> None:
         self._base = url.rstrip("/")
         self._timeout_seconds = timeout_seconds
+        self._max_answer_bytes = max_answer_bytes
         self._urls: dict[str, yarl.URL] = {}
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS),
@@ -100,20 +107,38 @@ class EngineClient:
     async def complete(self, endpoint: str, body: bytes) -> Answer:
         """Send one request body to an endpoint, for instance `/v1/completions`, and return the answer of any status.
 
-        Raises ConnectionLost or AnswerTimeout where there is none.
+        Raises ConnectionLost or AnswerTimeout where there is none, AnswerTooLarge where it does not end.
         """
         url = self._urls.get(endpoint)
         if url is None:
             url = self._urls[endpoint] = yarl.URL(self._base + endpoint)
         try:
             async with self._session.post(url, data=body, allow_redirects=False) as response:
-                return _answer(response, await response.read())
+                return _answer(response, await self._read(response))
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise ConnectionLost(f"nobody answers at {self._base}: {error}", sent=False) from error
         except TimeoutError as error:
             raise AnswerTimeout(f"no answer within {self._timeout_seconds:.0f} s") from error
         except aiohttp.ClientError as error:
             raise ConnectionLost(f"the connection broke: {error or type(error).__name__}", sent=True) from error
+
+    async def _read(self, response: aiohttp.ClientResponse) -> bytes:
+        """Return the body. Memory: one that is too large is given up, and its connection closed, once that is known."""
+        most = self._max_answer_bytes
+        length = response.content_length
+        if length is not None and length <= most:
+            return await response.read()
+        pieces, size = [], 0
+        if length is None:
+            async for piece in response.content.iter_any():
+                size += len(piece)
+                if size > most:
+                    break
+                pieces.append(piece)
+            else:
+                return b"".join(pieces)
+        response.close()
+        raise AnswerTooLarge(f"the engine's answer has more than {most} bytes")
 
     async def close(self) -> None:
         """Close all connections; requests in flight end with ConnectionLost."""
@@ -131,33 +156,45 @@ class EngineClient:
 def _answer(response: aiohttp.ClientResponse, raw: bytes) -> Answer:
     status = response.status
     try:
-        envelope = _decode_envelope(raw)
-    except msgspec.ValidationError:
-        envelope = _Envelope()  # JSON of another form; it is passed on as it is
-    except (msgspec.DecodeError, RecursionError):
-        return _not_json(response, raw)
-    try:
+        request_id, usage = _read_envelope(raw)
+        if is_nested_beyond(raw, MAX_DEPTH):
+            return _not_json(response, raw)
         if not raw.isascii():
             raw.decode()
-    except UnicodeDecodeError:
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         return _not_json(response, raw)
-    usage = envelope.usage or _NO_USAGE
+    tokens = tokens_of(usage)
     return Answer(
         status=status,
         # A line of a file must be one line: JSON may hold line breaks between its tokens.
         body=msgspec.json.format(raw, indent=-1) if b"\n" in raw or b"\r" in raw else raw,
         is_json=True,
-        request_id=envelope.id or _request_id(response),
-        input_tokens=usage.prompt_tokens,
-        cached_tokens=(usage.prompt_tokens_details or _NO_DETAILS).cached_tokens or 0,
-        output_tokens=usage.completion_tokens or 0,
+        request_id=one_line(request_id or "", _SHOWN_CHARACTERS) or _request_id(response),
+        input_tokens=tokens.input,
+        cached_tokens=tokens.cached,
+        output_tokens=tokens.output,
         retry_after_seconds=None if status < 300 else _retry_after(response),
         message="" if status < 300 else _message(raw),
     )
 
 
+def _read_envelope(raw: bytes) -> tuple[str | None, ReportedUsage | None]:
+    """Return the id and the usage of an answer, each as far as it is told. Raises DecodeError where it is no JSON."""
+    try:
+        envelope = _decode_envelope(raw)
+    except msgspec.ValidationError:
+        _decode_any(raw)  # what follows a wrong field was not looked at: it may be anything
+        request_id = usage = None
+        with contextlib.suppress(msgspec.ValidationError):
+            request_id = _decode_id(raw).id
+        with contextlib.suppress(msgspec.ValidationError):
+            usage = _decode_body(raw).usage
+        return request_id, usage
+    return envelope.id, envelope.usage
+
+
 def _not_json(response: aiohttp.ClientResponse, raw: bytes) -> Answer:
-    text = raw[: 4 * _SHOWN_CHARACTERS].decode(errors="replace")[:_SHOWN_CHARACTERS]
+    text = one_line(raw[: 4 * _SHOWN_CHARACTERS].decode(errors="replace"), _SHOWN_CHARACTERS)
     error = {"message": text, "type": "not_json", "param": None, "code": response.status}
     return Answer(
         status=response.status,
@@ -174,13 +211,14 @@ def _not_json(response: aiohttp.ClientResponse, raw: bytes) -> Answer:
 
 def _message(raw: bytes) -> str:
     try:
-        return _decode_refusal(raw).error.message[:_SHOWN_CHARACTERS]
+        said = _decode_refusal(raw).error.message
     except msgspec.DecodeError:
-        return raw[: 4 * _SHOWN_CHARACTERS].decode(errors="replace")[:_SHOWN_CHARACTERS]
+        said = raw[: 4 * _SHOWN_CHARACTERS].decode(errors="replace")
+    return one_line(said, _SHOWN_CHARACTERS)
 
 
 def _request_id(response: aiohttp.ClientResponse) -> str:
-    return str(response.headers.get("X-Request-Id", ""))
+    return one_line(response.headers.get("X-Request-Id", ""), _SHOWN_CHARACTERS)
 
 
 def _retry_after(response: aiohttp.ClientResponse) -> float | None:

@@ -21,10 +21,10 @@ from typing import NamedTuple
 from batch_pipeline.engine import guard, logs, probe
 from batch_pipeline.engine.probe import Health
 from batch_pipeline.errors import EngineError
-from batch_pipeline.models import Model
+from batch_pipeline.models import FETCH_ENVIRONMENT, Model
 
 LOOPBACK = "127.0.0.1"
-ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", **FETCH_ENVIRONMENT}
 """An engine fetches nothing and reports nothing to anybody, unless the catalogue says otherwise."""
 _POLL_SECONDS = 0.25
 _STOP_SECONDS = 15.0
@@ -178,6 +178,7 @@ def vllm_command(name: str, model: Model, port: int) -> list[str]:
         *("--model", model.source),
         *("--served-model-name", name),
         *("--max-model-len", str(model.context_length)),
+        *model.fetch_arguments,
         *("--host", LOOPBACK),
         *("--port", str(port)),
         "--disable-uvicorn-access-log",

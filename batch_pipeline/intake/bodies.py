@@ -1,8 +1,10 @@
-"""What a request's body must look like, endpoint by endpoint: only what must not reach an engine is refused.
+"""What a request's body must look like, endpoint by endpoint, and which of its fields reach an engine.
 
-Unknown fields pass through, because engines have many. Ranges are those of OpenAI's API where it and vLLM agree, else
-the narrower. Bodies are decoded by msgspec, the fastest exact parser here; `RULES` says in words what its constraints
-say.
+A field that is declared here is passed on as it was written, or refused where `fields.problem_of` says so. One that is
+not declared is taken out: what an engine of tomorrow makes of a field is decided here before it gets one (the table of
+all fields of vLLM is in docs/security.md, and a test holds both against the installed vLLM). Ranges are those of
+OpenAI's API where it and vLLM agree, else the narrower. Bodies are decoded by msgspec, the fastest exact parser here;
+`RULES` says in words what its constraints say.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Raw
 
+from batch_pipeline.models import INLINE_MEDIA
+
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Unit = Annotated[float, Meta(ge=0, le=1)]
@@ -20,33 +24,61 @@ TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 NOTHING = Raw(b"null")
-MAX_SCHEMA_BYTES = 64 * 1024
-MAX_SCHEMA_MEMBERS = 2_000
-"""Members of a schema's objects, all levels together: 5,000 properties held up every guided request for minutes."""
 MAX_EMBEDDING_INPUTS = 2_048
 
-STRIPPED = ("priority", "request_id", "kv_transfer_params", "ec_transfer_params")
-"""Fields that are the operator's: ignored, and never forwarded. With them a customer could go before live traffic,
-collide with another's request, or have the engine fetch from a host."""
+Words = Annotated[list[str], Meta(max_length=256)]
+TokenIds = Annotated[list[TokenId], Meta(max_length=1024)]
 
 
-class TextPart(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
-    """A part of a message's content. Only text, and only these fields: vLLM reads a part of any type that has both a
-    `uuid` and an `image_url` as an image, and fetches it.
+class MediaUrl(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
+    """Where an image, audio or video is."""
+
+    url: str
+    detail: str = "auto"
+
+
+class InputAudio(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
+    """Audio in the request itself."""
+
+    data: str
+    format: str
+
+
+class Part(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
+    """A part of a message's content, with these fields only: vLLM reads a part of any type that has both a `uuid` and
+    an `image_url` as an image, and fetches it; and it unpacks tensors (`image_embeds`, `prompt_embeds`).
     """
 
-    type: Literal["text", "input_text", "output_text", "refusal"]
+    type: Literal["text", "input_text", "output_text", "refusal", "image_url", "audio_url", "video_url", "input_audio"]
     text: str = ""
     refusal: str = ""
     cache_control: Raw = NOTHING
     annotations: Raw = NOTHING
+    image_url: MediaUrl | None = None
+    audio_url: MediaUrl | None = None
+    video_url: MediaUrl | None = None
+    input_audio: InputAudio | None = None
+
+    @property
+    def urls(self) -> list[str]:
+        """What the engine would fetch or unpack, whatever the part's type is."""
+        found = [given.url for given in (self.image_url, self.audio_url, self.video_url) if given is not None]
+        return found if self.input_audio is None else [*found, INLINE_MEDIA]
+
+
+class RepetitionDetection(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
+    """When to stop an answer that repeats itself; vLLM looks for each size of pattern after each token."""
+
+    max_pattern_size: Annotated[int, Meta(ge=0, le=128)] = 0
+    min_pattern_size: Annotated[int, Meta(ge=0, le=128)] = 0
+    min_count: Annotated[int, Meta(ge=0, le=1024)] = 0
 
 
 class Message(msgspec.Struct, frozen=True, gc=False):
     """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[str | TextPart] | None = None
+    content: str | list[str | Part] | None = None
     tool_calls: Raw = NOTHING
 
     def text(self) -> str:
@@ -57,8 +89,14 @@ class Message(msgspec.Struct, frozen=True, gc=False):
             return self.content
         return "\n".join(part if isinstance(part, str) else part.text or part.refusal for part in self.content)
 
+    def media(self) -> list[str]:
+        """Return the URLs of its images, audio and video."""
+        if not isinstance(self.content, list):
+            return []
+        return [url for part in self.content if not isinstance(part, str) for url in part.urls]
 
-class Sampling(msgspec.Struct, frozen=True, gc=False, kw_only=True):
+
+class Sampling(msgspec.Struct, frozen=True, gc=False, kw_only=True, forbid_unknown_fields=True):
     """What chat and completions have in common."""
 
     model: str
@@ -77,8 +115,12 @@ class Sampling(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     logit_bias: dict[str, Bias] | None = None
     prompt_logprobs: TopLogprobs | None = None
     seed: Seed | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop: str | Words | None = None
+    stop_token_ids: TokenIds | None = None
+    bad_words: Words | None = None
+    allowed_token_ids: list[TokenId] | None = None
+    logprob_token_ids: Annotated[list[TokenId], Meta(max_length=128)] | None = None
+    repetition_detection: RepetitionDetection | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     response_format: Raw = NOTHING
     structured_outputs: Raw = NOTHING
@@ -86,10 +128,26 @@ class Sampling(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     guided_regex: Raw = NOTHING
     guided_choice: Raw = NOTHING
     guided_grammar: Raw = NOTHING
-    priority: Raw = NOTHING
-    request_id: Raw = NOTHING
-    kv_transfer_params: Raw = NOTHING
-    ec_transfer_params: Raw = NOTHING
+    echo: Raw = NOTHING
+    ignore_eos: Raw = NOTHING
+    include_stop_str_in_output: Raw = NOTHING
+    length_penalty: Raw = NOTHING
+    return_token_ids: Raw = NOTHING
+    return_tokens_as_token_ids: Raw = NOTHING
+    skip_special_tokens: Raw = NOTHING
+    spaces_between_special_tokens: Raw = NOTHING
+    thinking_token_budget: Raw = NOTHING
+    truncation_side: Raw = NOTHING
+    use_beam_search: Raw = NOTHING
+    user: Raw = NOTHING
+    watermarking: Raw = NOTHING
+    # Refused, see `fields`.
+    vllm_xargs: Raw = NOTHING
+    logits_processors: Raw = NOTHING
+    mm_processor_kwargs: Raw = NOTHING
+    media_io_kwargs: Raw = NOTHING
+    chat_template: Raw = NOTHING
+    prompt_embeds: Raw = NOTHING
 
 
 class ChatBody(Sampling, frozen=True, gc=False, kw_only=True):
@@ -101,8 +159,11 @@ class ChatBody(Sampling, frozen=True, gc=False, kw_only=True):
     top_logprobs: TopLogprobs | None = None
     tools: Raw = NOTHING
     tool_choice: Raw = NOTHING
+    parallel_tool_calls: Raw = NOTHING
+    reasoning_effort: Raw = NOTHING
+    include_reasoning: Raw = NOTHING
+    return_prompt_text: Raw = NOTHING
     documents: Raw = NOTHING
-    chat_template: Raw = NOTHING
     chat_template_kwargs: Raw = NOTHING
     add_generation_prompt: bool | None = None
     add_special_tokens: bool | None = None
@@ -116,10 +177,9 @@ class CompletionBody(Sampling, frozen=True, gc=False, kw_only=True):
     suffix: str | None = None
     logprobs: TopLogprobs | None = None
     add_special_tokens: bool | None = None
-    prompt_embeds: Raw = NOTHING
 
 
-class EmbeddingBody(msgspec.Struct, frozen=True, gc=False, kw_only=True):
+class EmbeddingBody(msgspec.Struct, frozen=True, gc=False, kw_only=True, forbid_unknown_fields=True):
     """Body of /v1/embeddings."""
 
     model: str
@@ -129,11 +189,17 @@ class EmbeddingBody(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     stream: bool | None = None
     add_special_tokens: bool | None = None
+    user: Raw = NOTHING
+    truncation_side: Raw = NOTHING
+    use_activation: Raw = NOTHING
+    embed_dtype: Raw = NOTHING
+    endianness: Raw = NOTHING
+    padding: Raw = NOTHING
+    # Refused, see `fields`.
     messages: Raw = NOTHING
-    priority: Raw = NOTHING
-    request_id: Raw = NOTHING
-    kv_transfer_params: Raw = NOTHING
-    ec_transfer_params: Raw = NOTHING
+    mm_processor_kwargs: Raw = NOTHING
+    media_io_kwargs: Raw = NOTHING
+    chat_template: Raw = NOTHING
 
 
 Body = ChatBody | CompletionBody | EmbeddingBody
@@ -144,16 +210,8 @@ BODIES: dict[str, type[ChatBody] | type[CompletionBody] | type[EmbeddingBody]] =
     "/v1/embeddings": EmbeddingBody,
 }
 
-_SCHEMA_FIELDS = (
-    "response_format",
-    "structured_outputs",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-)
-_NO_SCHEMAS = (NOTHING,) * len(_SCHEMA_FIELDS)
-
+FORWARDED = {endpoint: frozenset(body.__struct_fields__) for endpoint, body in BODIES.items()}
+"""Fields that stay in a body, by endpoint; the refused ones are among them, but a body that has one never runs."""
 _TOKEN_COUNT = "a whole number from 1 to 2147483647"  # noqa: S105 - a rule in words
 _TEXT_OR_TOKENS = "a text, a list of texts, a list of token ids, or a list of such lists"
 RULES = {
@@ -176,8 +234,12 @@ RULES = {
     "prompt_logprobs": "a whole number from 0 to 20",
     "top_logprobs": "a whole number from 0 to 20",
     "seed": "a whole number of 64 bits",
-    "stop": "a text or a list of texts",
-    "stop_token_ids": "a list of token ids",
+    "stop": "a text or a list of at most 256 texts",
+    "stop_token_ids": "a list of at most 1024 token ids",
+    "bad_words": "a list of at most 256 texts",
+    "allowed_token_ids": "a list of token ids",
+    "logprob_token_ids": "a list of at most 128 token ids",
+    "repetition_detection": "an object of max_pattern_size and min_pattern_size (at most 128) and min_count",
     "truncate_prompt_tokens": "a whole number of at least -1",
     "prompt": _TEXT_OR_TOKENS,
     "suffix": "a text",
@@ -212,84 +274,4 @@ def prompts(body: CompletionBody | EmbeddingBody) -> list[str | list[int]] | Non
         return [item for item in given if isinstance(item, str)]
     if kinds == {list} and all(given):
         return [item for item in given if isinstance(item, list)]
-    return None
-
-
-def carries_operators_fields(body: Body) -> bool:
-    """Return whether the body has one of the fields that are never forwarded."""
-    return (
-        body.priority is not NOTHING
-        or body.request_id is not NOTHING
-        or body.kv_transfer_params is not NOTHING
-        or body.ec_transfer_params is not NOTHING
-    )
-
-
-def problem_of(body: Body, max_choices: int) -> str | None:
-    """Return what is wrong with a body whose fields are each of the right type and in range, or None."""
-    if body.stream:
-        return "body.stream must be false or absent: a batch has no streams"
-    if isinstance(body, EmbeddingBody):
-        return _embedding_problem(body)
-    if (body.n is not None and body.n > max_choices) or (body.best_of is not None and body.best_of > max_choices):
-        field = "n" if body.n is not None and body.n > max_choices else "best_of"
-        return f"body.{field} must be at most {max_choices} for this model; ask again in further lines for more answers"
-    schemas = (
-        body.response_format,
-        body.structured_outputs,
-        body.guided_json,
-        body.guided_regex,
-        body.guided_choice,
-        body.guided_grammar,
-    )
-    if schemas != _NO_SCHEMAS:
-        for field, raw in zip(_SCHEMA_FIELDS, schemas, strict=True):
-            if (problem := _schema_problem(field, bytes(raw))) is not None:
-                return problem
-    return _chat_problem(body) if isinstance(body, ChatBody) else _completion_problem(body, max_choices)
-
-
-def _embedding_problem(body: EmbeddingBody) -> str | None:
-    if is_given(body.messages):
-        return "body.messages is not taken by /v1/embeddings: give the texts as body.input"
-    given = prompts(body)
-    if given is None:
-        return f"body.input must be {RULES['input']}, and not empty"
-    if len(given) > MAX_EMBEDDING_INPUTS:
-        return f"body.input has {len(given)} texts: at most {MAX_EMBEDDING_INPUTS} fit in one request; use more lines"
-    return None
-
-
-def _completion_problem(body: CompletionBody, max_choices: int) -> str | None:
-    if is_given(body.prompt_embeds):
-        return "body.prompt_embeds is not taken: give the prompt as a text or as token ids"
-    given = prompts(body)
-    if given is None:
-        return f"body.prompt must be {RULES['prompt']}, and not empty"
-    if len(given) * (body.n or 1) > max_choices:
-        return f"body.prompt and body.n ask for more than {max_choices} answers in one request: use more lines"
-    return None
-
-
-def _chat_problem(body: ChatBody) -> str | None:
-    for number, message in enumerate(body.messages):
-        if message.content is None and message.role != "assistant":
-            return f"body.messages[{number}].content is missing: it must be a text or a list of text parts"
-    if body.tool_choice is not NOTHING and bytes(body.tool_choice) not in (b"null", b'"none"', b'"auto"'):
-        return _schema_problem("tools", bytes(body.tools))
-    return None
-
-
-def _schema_problem(field: str, raw: bytes) -> str | None:
-    if len(raw) > MAX_SCHEMA_BYTES:
-        return (
-            f"body.{field} has {len(raw)} bytes, and at most {MAX_SCHEMA_BYTES} are allowed: larger schemas hold up "
-            "the engine for minutes; make the schema smaller"
-        )
-    members = raw.count(b":")
-    if members > MAX_SCHEMA_MEMBERS:
-        return (
-            f"body.{field} has about {members} members, and at most {MAX_SCHEMA_MEMBERS} are allowed: larger schemas "
-            "hold up the engine for minutes; make the schema smaller"
-        )
     return None

@@ -10,9 +10,7 @@ Which of two lines with one `custom_id` keeps it is for the whole file to say (`
 
 from __future__ import annotations
 
-import re
 import unicodedata
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import msgspec
@@ -23,17 +21,18 @@ from batch_pipeline.intake import problems
 from batch_pipeline.intake.blocks import BYTE_ORDER_MARK, Block
 from batch_pipeline.intake.bodies import (
     BODIES,
+    FORWARDED,
     NOTHING,
     Body,
     ChatBody,
-    carries_operators_fields,
-    problem_of,
     prompts,
 )
+from batch_pipeline.intake.fields import problem_of
 from batch_pipeline.intake.fit import Prompt, fit
 from batch_pipeline.intake.problems import LineProblem
 from batch_pipeline.intake.rules import Rules
 from batch_pipeline.wire import codes
+from batch_pipeline.wire.nesting import depth_of
 
 PREFIX_BYTES = (64, 256, 1024, 4096)
 """Depths at which requests are compared: two that agree in so many bytes of what is rendered first share that prefix.
@@ -96,8 +95,6 @@ _objects = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _bodies: dict[str, msgspec.json.Decoder[Body]] = {
     endpoint: msgspec.json.Decoder(body) for endpoint, body in BODIES.items()
 }
-_TEXTS_AND_BRACKETS = re.compile(rb'"(?:[^"\\]++|\\(?:.|\Z))*+(?:"|\Z)|[\[\]{}]', re.DOTALL)
-_OPENING, _CLOSING = frozenset(b"{["), frozenset(b"}]")
 _hash = xxhash.xxh3_64_intdigest
 
 
@@ -141,22 +138,6 @@ def readable_custom_id(line: bytes) -> str | None:
         return None
 
 
-def depth_of(line: bytes, enough: int) -> int:
-    """Return how deeply a JSON text is nested, counting no further than one above `enough`. Needs no valid JSON."""
-    depth = deepest = 0
-    for token in _TEXTS_AND_BRACKETS.finditer(line):
-        kind = line[token.start()]
-        if kind in _OPENING:
-            depth += 1
-            if depth > deepest:
-                deepest = depth
-                if deepest > enough:
-                    break
-        elif kind in _CLOSING:
-            depth -= 1
-    return deepest
-
-
 def _outline(data: bytes) -> tuple[list[int], list[int], list[int]]:
     """Return where each line starts and ends, and how many brackets it opens."""
     characters = np.frombuffer(data, dtype=np.uint8)
@@ -196,14 +177,15 @@ def _request(line: bytes, index: int, offset: int, rules: Rules) -> Request:
             "put requests for another endpoint into a batch of their own",
         )
     raw = bytes(envelope.body)
+    rewrite = False
     try:
         body = _bodies[rules.endpoint].decode(raw)
     except msgspec.ValidationError as error:
-        body = _slow_body(raw, error, rules)
+        body, rewrite = _slow_body(raw, error, rules)
     served = rules.models.get(body.model)
     if served is None:
         raise _Refused(codes.MODEL_NOT_FOUND, rules.no_such_model(body.model))
-    problem = problem_of(body, served.model.max_choices)
+    problem = problem_of(body, served.model)
     if problem is not None:
         raise _Refused(codes.INVALID_REQUEST, problem)
     texts = _texts(body)
@@ -222,7 +204,7 @@ def _request(line: bytes, index: int, offset: int, rules: Rules) -> Request:
         len(raw),
         line.find(id_bytes),
         len(id_bytes),
-        carries_operators_fields(body),
+        rewrite,
         body.model,
         *_prefixes(_first_rendered(body, texts)),
         prompt_tokens,
@@ -272,10 +254,22 @@ def _fields_of(line: bytes, error: msgspec.ValidationError) -> dict[str, msgspec
         ) from None
 
 
-def _slow_body(raw: bytes, error: msgspec.ValidationError, rules: Rules) -> Body:
-    """Return a body in which a key that is given twice counts as it was given last, or say what is wrong with it."""
+def _slow_body(raw: bytes, error: msgspec.ValidationError, rules: Rules) -> tuple[Body, bool]:
+    """Return a body without the fields that do not reach an engine, and whether it had any; or say what is wrong.
+
+    A key that is given twice counts as it was given last.
+    """
+    decoder = _bodies[rules.endpoint]
     try:
-        return _bodies[rules.endpoint].decode(msgspec.json.encode(msgspec.json.decode(raw)))
+        fields = _objects.decode(raw)
+        kept = {name: value for name, value in fields.items() if name in FORWARDED[rules.endpoint]}
+        raw = msgspec.json.encode(kept)
+        rewrite = len(kept) < len(fields)
+        try:
+            return decoder.decode(raw), rewrite
+        except msgspec.ValidationError as again:
+            error = again
+        return decoder.decode(msgspec.json.encode(msgspec.json.decode(raw))), rewrite
     except msgspec.ValidationError as again:
         said = error if "out of range" in str(again) else again
         raise _Refused(codes.INVALID_REQUEST, problems.wrong_body(said, rules.endpoint)) from None
@@ -306,23 +300,12 @@ def _first_rendered(body: Body, texts: list[Prompt]) -> bytes:
     first = texts[0]
     if isinstance(first, list):
         return " ".join(map(str, first[:room])).encode()[:room]
-    if isinstance(body, ChatBody):
-        if body.tools is not NOTHING:
-            return b"\0".join([bytes(body.tools)[:room], *_roles_and_texts(body, texts)])[:room]
-        if len(texts) > 1 and len(first) < room:
-            return b"\0".join(_roles_and_texts(body, texts))[:room]
-        first = f"{body.messages[0].role}\0{first[:room]}"
-    return first[:room].encode()[:room]
-
-
-def _roles_and_texts(body: ChatBody, texts: list[Prompt]) -> Iterator[bytes]:
-    room = PREFIX_BYTES[-1]
-    for message, text in zip(body.messages, texts, strict=True):
-        if room <= 0:
-            return
-        part = f"{message.role}\0{text[:room]}".encode()
-        room -= len(part)
-        yield part
+    if len(texts) > 1 and len(first) < room and isinstance(body, ChatBody):
+        first = "\0".join([text for text in texts[:room] if isinstance(text, str)])
+    beginning = first[:room].encode()[:room]
+    if isinstance(body, ChatBody) and body.tools is not NOTHING:
+        return (bytes(body.tools)[:room] + b"\0" + beginning)[:room]
+    return beginning
 
 
 def _prefixes(text: bytes) -> tuple[int, int, int, int]:

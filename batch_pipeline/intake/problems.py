@@ -8,6 +8,7 @@ import re
 import msgspec
 
 from batch_pipeline.intake.bodies import LOGPROBS_RULES, RULES
+from batch_pipeline.plain import printable
 from batch_pipeline.wire import codes
 
 _SHOWN_CHARACTERS = 60
@@ -79,6 +80,6 @@ def wrong_body(error: msgspec.ValidationError, endpoint: str) -> str:
 
 def _plain(what: str) -> str:
     """Return the decoder's words without what repeats a customer's value at length."""
-    what = _BYTE.sub("", what)
+    what = printable(_BYTE.sub("", what), kept="")
     what = what[:1].lower() + what[1:]
     return what if len(what) <= 2 * _SHOWN_CHARACTERS else what[: 2 * _SHOWN_CHARACTERS - 1] + "…"

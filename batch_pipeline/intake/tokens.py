@@ -107,7 +107,7 @@ class TokenCounter:
             return None
         if any(is_given(getattr(body, field)) for field in _ENGINES_BUSINESS):
             return None
-        if any(is_given(message.tool_calls) for message in body.messages):
+        if any(is_given(message.tool_calls) or message.media() for message in body.messages):
             return None
         messages = [{"role": message.role, "content": message.text()} for message in body.messages]
         try:

@@ -12,29 +12,16 @@ from batch_pipeline.results.manifest import FileFacts, Usage
 from batch_pipeline.results.streams import HashedObject
 from batch_pipeline.store import ObjectMissing, ObjectStore
 from batch_pipeline.wire import codes
+from batch_pipeline.wire.usage import AnswerBody, tokens_of
 
 END = 1 << 62
 """An index above every other one."""
 _PRINTED_CHARACTERS = 80
 
 
-class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    prompt_tokens_details: _Details | None = None
-
-
-class _Body(msgspec.Struct):
-    usage: _Usage | None = None
-
-
 class _Answer(msgspec.Struct):
     status_code: int
-    body: _Body
+    body: AnswerBody
 
 
 class _AnyAnswer(msgspec.Struct):
@@ -193,11 +180,11 @@ class OutputFile(ResultFile):
         answer = self._answer
         if answer is None or not 200 <= answer.status_code < 300:
             self.problems.add(Finding.NOTHING_UNKNOWN, f"{self.here}: not an answer of success")
-        elif isinstance(answer, _Answer) and (usage := answer.body.usage) is not None:
-            self._input_tokens += usage.prompt_tokens or 0
-            self._output_tokens += usage.completion_tokens or 0
-            if usage.prompt_tokens_details is not None:
-                self._cached_tokens += usage.prompt_tokens_details.cached_tokens or 0
+        elif isinstance(answer, _Answer):
+            tokens = tokens_of(answer.body.usage)
+            self._input_tokens += tokens.input
+            self._cached_tokens += tokens.cached
+            self._output_tokens += tokens.output
 
     def _decode(self, data: bytes) -> tuple[str, str | None]:
         line: _OutputLine | _OddOutputLine

@@ -19,8 +19,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from batch_pipeline.engine import Answer, AnswerTimeout, ConnectionLost, Engine, EngineClient
+from batch_pipeline.engine import Answer, AnswerTimeout, AnswerTooLarge, ConnectionLost, Engine, EngineClient
 from batch_pipeline.errors import EngineError
+from batch_pipeline.models import Model
 from batch_pipeline.settings import Worker as WorkerSettings
 from batch_pipeline.wire import codes
 from batch_pipeline.wire.chunk_files import FinishedRequest
@@ -69,11 +70,12 @@ class Runner:
     """The requests of all held chunks on one engine, which must be ready when `open` is called."""
 
     def __init__(
-        self, engine: Engine, settings: WorkerSettings, max_in_flight: int, listener: Listener, clocks: Clocks
+        self, engine: Engine, settings: WorkerSettings, model: Model, listener: Listener, clocks: Clocks
     ) -> None:
         self._engine = engine
         self._settings = settings
-        self._max_in_flight = max_in_flight
+        self._max_in_flight = model.max_in_flight
+        self._isolate = model.isolate_prefix_cache
         self._listener = listener
         self._clocks = clocks
         self._client: EngineClient | None = None
@@ -103,7 +105,9 @@ class Runner:
     async def open(self) -> None:
         """Begin to feed: the engine is ready."""
         self.engine_version = await self._engine.version()
-        self._client = EngineClient(self._engine.url, self._settings.request_timeout_seconds)
+        self._client = EngineClient(
+            self._engine.url, self._settings.request_timeout_seconds, self._settings.max_answer_bytes
+        )
         self._watching = asyncio.create_task(self._watch())
         self.fill()
 
@@ -193,14 +197,21 @@ class Runner:
         """One try of one request."""
         if self._client is None:
             raise EngineError("a request was fed before the engine was ready")
+        lease, body = flight.chunk.lease, flight.request.body
+        if self._isolate:
+            body = outcome.salted(body, lease.customer)
         try:
-            answer = await self._client.complete(flight.chunk.lease.endpoint, flight.request.body)
+            answer = await self._client.complete(lease.endpoint, body)
         except AnswerTimeout as error:
             self._landed(flight)
             self._timed_out(flight, error)
         except ConnectionLost as error:
             self._landed(flight)
             self._connection_lost(flight, error)
+        except AnswerTooLarge as error:
+            self._landed(flight)
+            self._answers += 1
+            self._verdict(flight, codes.ANSWER_TOO_LARGE, f"{error}: ask for less in one request")
         except asyncio.CancelledError:
             self._landed(flight)
             self._gate.abandoned(flight.epoch)

@@ -82,7 +82,7 @@ class Worker:
         self._ledger_time_at_zero = time.time() - time.monotonic()
         self._clocks = clocks or Clocks(time.monotonic, self._ledger_time, random.Random())  # noqa: S311 - jitter
         self._outages = Outages(self._clocks.random)
-        self._runner = Runner(engine, self._settings, self._model.max_in_flight, self, self._clocks)
+        self._runner = Runner(engine, self._settings, self._model, self, self._clocks)
         writer = ChunkWriter(ledger, store, self._outages)
         self._holdings = Holdings(writer, self._runner, self._model.version, on_batch_drained, self._spawn)
         self._tasks: set[asyncio.Task[None]] = set()
