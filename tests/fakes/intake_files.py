@@ -46,12 +46,17 @@ def intake_settings(settings: Settings, model: Path, scratch: Path, **changes: i
     return msgspec.structs.replace(settings, intake=small.intake, models=small.models)
 
 
-def uploaded(
-    ledger: Ledger, store: ObjectStore, data: bytes, *, on_invalid: OnInvalid = OnInvalid.SKIP, batch_id: str = ""
-) -> Batch:
-    """A batch whose bytes are ours and which awaits intake."""
-    batch_id = batch_id or ids.new_batch_id()
-    etag = store.put(keys.input_file(batch_id), data)
+def uploaded(ledger: Ledger, store: ObjectStore, data: bytes, *, on_invalid: OnInvalid = OnInvalid.SKIP) -> Batch:
+    """A batch of these bytes, which awaits intake."""
+    batch_id = ids.new_batch_id()
+    store.put(keys.input_file(batch_id), data)
+    return created(ledger, store, batch_id, on_invalid)
+
+
+def created(ledger: Ledger, store: ObjectStore, batch_id: str, on_invalid: OnInvalid = OnInvalid.SKIP) -> Batch:
+    """A batch whose bytes are ours already, and which awaits intake."""
+    taken = store.head(keys.input_file(batch_id))
+    assert taken is not None
     return ledger.batches.create(
         NewBatch(
             batch_id=batch_id,
@@ -62,9 +67,9 @@ def uploaded(
             window_seconds=86_400,
             on_invalid=on_invalid,
             creation_key=f"test:{batch_id}",
-            input_key=keys.input_file(batch_id),
-            input_bytes=len(data),
-            input_etag=etag,
+            input_key=taken.key,
+            input_bytes=taken.size,
+            input_etag=taken.etag,
         )
     )
 
