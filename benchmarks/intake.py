@@ -3,9 +3,10 @@
     python -m benchmarks.intake [--requests 200000] [--model FOLDER]
 
 Starts a SeaweedFS on loopback with data in a temporary folder, puts a file of requests there (about 640 bytes each;
-half of them share one of many system prompts), and measures in processes of their own: the raw parse (each line decoded as
-UTF-8 and by msgspec with the body left raw, nothing checked, nothing kept), `validate`, and `write_chunks`. Processor
-seconds and peak memory include the processes that intake starts, but not the object store, which shares the cores.
+half of them share one of many system prompts), and measures in processes of their own: the raw parse (each line
+decoded as UTF-8 and by msgspec with the body left raw, nothing checked, nothing kept), `validate`, and
+`write_chunks`. Processor seconds and peak memory include the processes that intake starts, but not the object store,
+which shares the cores.
 """
 
 from __future__ import annotations
