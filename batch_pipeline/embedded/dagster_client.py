@@ -39,6 +39,13 @@ mutation ($ids: [String!]!, $policy: TerminateRunPolicy!) {
     ... on TerminateRunsResult { terminateRunResults {
         __typename ... on PythonError { message } ... on TerminateRunFailure { message } } } } }
 """
+_RELOAD = """
+mutation ($name: String!) { reloadRepositoryLocation(repositoryLocationName: $name) {
+    __typename
+    ... on PythonError { message }
+    ... on ReloadNotSupported { message }
+    ... on RepositoryLocationNotFound { message } } }
+"""
 _SET_LIMIT = "mutation ($pool: String!, $limit: Int!) { setConcurrencyLimit(concurrencyKey: $pool, limit: $limit) }"
 
 
@@ -62,6 +69,12 @@ class DagsterClient:
             return None
         failed = [e for e in entries if e["locationOrLoadError"]["__typename"] == "PythonError"]
         return [f"{e['name']}: {_innermost(e['locationOrLoadError'])}" for e in failed]
+
+    def reload_location(self, name: str) -> None:
+        """Look at a code location afresh: the webserver keeps the error of a code server that was away."""
+        answer = self._query(_RELOAD, {"name": name})["reloadRepositoryLocation"]
+        if answer["__typename"] != "WorkspaceLocationEntry":
+            raise OperatorError(f"Dagster cannot load {name} again: {answer['message']}")
 
     def sick_daemons(self, since: float = 0.0) -> list[str]:
         """Return the names of the daemons that should run and have no recent heartbeat, or report an error.

@@ -133,7 +133,7 @@ class Service:
 
     @property
     def log(self) -> Path:
-        """Where the process writes what it has to say; starts afresh with each start."""
+        """Where the process writes what it has to say; that of the process before it is kept as `NAME.log.before`."""
         return self.log_dir / f"{self.name}.log"
 
     def process(self) -> Identity | None:
@@ -178,6 +178,8 @@ class Service:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self.log_dir.mkdir(parents=True, exist_ok=True)
         self.pid_file.unlink(missing_ok=True)
+        if self.log.exists():
+            self.log.replace(self.log.with_name(f"{self.log.name}.before"))
         with self.log.open("wb") as log:
             self._child = subprocess.Popen(
                 ["/bin/sh", "-c", _WRITE_PID_THEN_EXEC, str(self.pid_file.absolute()), *self.command],

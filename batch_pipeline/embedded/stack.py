@@ -18,7 +18,13 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from batch_pipeline.embedded.dagster_client import DagsterClient
-from batch_pipeline.embedded.dagster_services import DEFINITIONS, dagster_services, prepare_home, webserver_url
+from batch_pipeline.embedded.dagster_services import (
+    DEFINITIONS,
+    LOCATION,
+    dagster_services,
+    prepare_home,
+    webserver_url,
+)
 from batch_pipeline.embedded.ports import LOOPBACK, TWIN_OFFSET, holder, is_free
 from batch_pipeline.embedded.processes import Service, last_lines
 from batch_pipeline.embedded.seaweedfs import s3_service
@@ -88,9 +94,9 @@ class Stack:
     def up(self, say: Say = print) -> Addresses:
         """Start every part that does not run, wait until all are ready, and return their addresses.
 
-        Raises OperatorError that names the part and shows the end of its log, after stopping what this call started;
-        what ran before goes on. Killed half-way it leaves parts that run and are known by their pid files: the next
-        `up` or `down` goes on from there.
+        Where the code server has died, the daemon is started again with it. Raises OperatorError that names the part
+        and shows the end of its log, after stopping what this call started; what ran before goes on. Killed half-way it
+        leaves parts that run and are known by their pid files: the next `up` or `down` goes on from there.
         """
         with self._locked():
             started: list[Service] = []
@@ -114,7 +120,10 @@ class Stack:
         with self._locked():
             found = self._stop(self._daemon, say)
             if self._web.process() is not None and self._code.process() is not None:
-                self._end_runs(say)
+                try:
+                    self._end_runs(say)
+                except OperatorError as error:
+                    say(f"runs in progress will be killed, since Dagster cannot be asked to end them: {error}")
             for service in (self._web, self._code, self._store):
                 found = (self._stop(service, say) if service is not None else False) or found
             if not found:
@@ -130,10 +139,15 @@ class Stack:
             self._start(self._store, started, say)
             self._store.wait_ready()
         prepare_home(self._settings, self._home)
+        if self._code.process() is None:
+            # Until the lost runs are cancelled nothing may launch others: they would be taken for lost as well.
+            self._stop(self._daemon, say)
         self._start(self._code, started, say)
         self._code.wait_ready()
         self._start(self._web, started, say)
         self._web.wait_ready()
+        if self._code in started and self._web not in started:
+            self._dagster.reload_location(LOCATION)
         self._check_location()
         for name, model in self._settings.models.items():
             self._dagster.set_pool_limit(name, model.pool_limit)
