@@ -263,7 +263,8 @@ def test_too_many_requests_fail_the_whole_batch_and_keep_nothing(
     assert (result.total, result.invalid, result.chunks) == (0, 0, [])
     assert [error.code for error in result.errors] == ["too_many_requests"]
     assert result.input_sha256 == hashlib.sha256(data).hexdigest()
-    assert ledger.batches.get(batch.batch_id).outcome == BatchStatus.FAILED
+    merge.merge(batch.batch_id, ledger=ledger, store=store, settings=few, run_id=None)
+    assert ledger.batches.get(batch.batch_id).status == BatchStatus.FAILED
     assert not list(scratch.rglob("*"))
     at_the_limit = uploaded(ledger, store, file_of(map(request_line, range(20))))
     assert run(at_the_limit, ledger, store, few).total == 20
