@@ -265,6 +265,7 @@ def test_too_many_requests_fail_the_whole_batch_and_keep_nothing(
     assert result.input_sha256 == hashlib.sha256(data).hexdigest()
     merge.merge(batch.batch_id, ledger=ledger, store=store, settings=few, run_id=None)
     assert ledger.batches.get(batch.batch_id).status == BatchStatus.FAILED
+    assert verify(batch.batch_id, ledger=ledger, store=store).problems == []
     assert not list(scratch.rglob("*"))
     at_the_limit = uploaded(ledger, store, file_of(map(request_line, range(20))))
     assert run(at_the_limit, ledger, store, few).total == 20
