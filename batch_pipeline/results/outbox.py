@@ -3,6 +3,7 @@
     outbox/CUSTOMER/NAME/status.json            of the newest batch of that name, from its first minute on
     outbox/CUSTOMER/NAME/{output.jsonl, errors.jsonl, manifest.json}      once the status is a final one
     outbox/CUSTOMER/NAME/rejected.json          a later file of that name that could not be taken
+    outbox/CUSTOMER/NAME/cancel.json            what became of a NAME.cancel that cancelled nothing
     outbox/CUSTOMER/NAME/earlier/BATCH/...      the same of an older batch of that name that was still running
 
 A status is written with a condition on the one that was read, and only over an older one, so that it never goes
@@ -12,7 +13,7 @@ backwards whoever writes it. Files are copied before the status that says they a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -30,10 +31,11 @@ from batch_pipeline.results.status import (
     current_status,
 )
 from batch_pipeline.settings import Settings
-from batch_pipeline.store import ObjectMissing, ObjectStore, PreconditionFailed, keys
+from batch_pipeline.store import ObjectInfo, ObjectMissing, ObjectStore, PreconditionFailed, keys
 
 STATUS = "status.json"
 REJECTED = "rejected.json"
+CANCEL = "cancel.json"
 SHOWN_END = "final"
 """What the ledger notes as published once the final status is."""
 _JSON = "application/json"
@@ -50,6 +52,20 @@ class Rejection(msgspec.Struct, frozen=True, kw_only=True):
     failed_at: int
     customer: str
     name: str
+    as_of: float
+
+
+class CancelAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """cancel.json: why an object NAME.cancel has cancelled nothing, and the batch that it is about, if there is one."""
+
+    customer: str
+    name: str
+    batch_id: str | None
+    status: str | None
+    code: str
+    message: str
+    cancel: str
+    """Which object this answers: its time and etag."""
     as_of: float
 
 
@@ -95,7 +111,7 @@ def publish_status(batch_id: str, *, ledger: Ledger, store: ObjectStore, setting
     while True:
         folder = _folder(batch, ledger)
         if touched and folder != batch.name:
-            _restore(batch, ledger=ledger, store=store, settings=settings)
+            _restore(batch, ledger, store)
             touched = False
         document = current_status(batch_id, ledger=ledger, settings=settings, folder=folder)
         existing = _read(store, keys.outbox(batch.customer, folder, STATUS))
@@ -168,26 +184,72 @@ def answer_rejected(
             return
 
 
+def answer_cancel(answer: CancelAnswer, *, store: ObjectStore) -> None:
+    """Tell a customer why a cancel has cancelled nothing; no other file of the folder is touched. Raises StoreError."""
+    store.put(keys.outbox(answer.customer, answer.name, CANCEL), _encode(answer), content_type=_JSON)
+
+
+def read_cancel_answer(customer: str, folder: str, store: ObjectStore) -> CancelAnswer | None:
+    """Return the newest answer to a cancel of this name, if there is one that can be read. Raises StoreError."""
+    try:
+        return msgspec.json.decode(store.get(keys.outbox(customer, folder, CANCEL)), type=CancelAnswer)
+    except (ObjectMissing, msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
+def files_of(batch: Batch, store: ObjectStore, answers_before: float) -> list[ObjectInfo]:
+    """Return what the outbox has of a batch, its status last; nothing where another batch has the folder by now.
+
+    Answers to other files of its name (rejected.json, cancel.json) are among them where they were written before
+    `answers_before`, in UTC seconds by the store's clock.
+    """
+    found = [*store.list(keys.outbox_folder(batch.customer, _earlier(batch)))]
+    status = _read(store, keys.outbox(batch.customer, batch.name, STATUS))
+    if status is not None and status.found.id == batch.batch_id:
+        for info in store.list(keys.outbox_folder(batch.customer, batch.name), recursive=False):
+            file = info.key.rpartition("/")[2]
+            is_old_answer = file in (REJECTED, CANCEL) and info.modified_at < answers_before
+            if file in (OUTPUT, ERRORS, MANIFEST, STATUS) or is_old_answer:
+                found.append(info)
+    return sorted(found, key=lambda info: info.key.endswith(f"/{STATUS}"))
+
+
+def withdraw(files: Sequence[ObjectInfo], store: ObjectStore) -> None:
+    """Delete files of the outbox, in this order, except those that were written again since they were listed.
+
+    With the status last: killed before, the next call still sees whose the folder is.
+    """
+    for info in files:
+        try:
+            store.delete(info.key, if_match=info.etag)
+        except (PreconditionFailed, ObjectMissing):
+            continue
+
+
 def _folder(batch: Batch, ledger: Ledger) -> str:
     """The newest batch of a name has the folder of that name."""
     newest = ledger.batches.newest_named(batch.customer, batch.name)
     if newest is None or newest.batch_id == batch.batch_id:
         return batch.name
+    return _earlier(batch)
+
+
+def _earlier(batch: Batch) -> str:
     return f"{batch.name}/earlier/{batch.batch_id}"
 
 
 def _take_over(batch: Batch, folder: str, existing: _Existing, store: ObjectStore) -> None:
     """Clear the folder of what an older batch of the name left there; its own files stay below `batches/`.
 
-    Answers to files that could not be taken after this batch was created are kept, others are removed.
+    Answers that were given after this batch was created are kept, others are removed.
     """
-    rejected = keys.outbox(batch.customer, folder, REJECTED)
+    answers = [keys.outbox(batch.customer, folder, file) for file in (REJECTED, CANCEL)]
     if existing.found.id is None and existing.found.as_of >= batch.created_at:
-        store.put(rejected, existing.data, content_type=_JSON)
-    else:
-        beside = _read(store, rejected)
+        store.put(answers.pop(0), existing.data, content_type=_JSON)
+    for answer in answers:
+        beside = _read(store, answer)
         if beside is not None and beside.found.as_of < batch.created_at:
-            store.delete(rejected)
+            store.delete(answer)
     for file in (OUTPUT, ERRORS, MANIFEST):
         store.delete(keys.outbox(batch.customer, folder, file))
 
@@ -205,14 +267,17 @@ def _copy_files(batch: Batch, folder: str, store: ObjectStore) -> None:
         store.copy(info, target)
 
 
-def _restore(batch: Batch, *, ledger: Ledger, store: ObjectStore, settings: Settings) -> None:
+def _restore(batch: Batch, ledger: Ledger, store: ObjectStore) -> None:
     """Put back the files of a newer batch that took the folder, and ended, while we were writing to it.
 
     (Killed just before, they are not put back: manifest.json says which batch it is of, so that this can be told.)
     """
     newest = ledger.batches.newest_named(batch.customer, batch.name)
-    if newest is not None and newest.status.is_final:
-        publish_status(newest.batch_id, ledger=ledger, store=store, settings=settings)
+    while newest is not None and newest.status.is_final:
+        _copy_files(newest, newest.name, store)
+        restored, newest = newest, ledger.batches.newest_named(batch.customer, batch.name)
+        if newest is None or newest.batch_id == restored.batch_id:
+            return
 
 
 def _write(document: StatusDocument, folder: str, existing: _Existing | None, store: ObjectStore) -> bool:
@@ -244,7 +309,7 @@ def _read(store: ObjectStore, key: str) -> _Existing | None:
     return _Existing(found, data, etag)
 
 
-def _encode(document: StatusDocument | Rejection) -> bytes:
+def _encode(document: StatusDocument | Rejection | CancelAnswer) -> bytes:
     return msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n"
 
 
@@ -256,13 +321,18 @@ def _word(document: StatusDocument) -> str:
 
 
 __all__ = [
+    "CancelAnswer",
     "Published",
     "Rejection",
     "StatusDocument",
+    "answer_cancel",
     "answer_rejected",
     "batch_object",
     "current_status",
     "deliver",
+    "files_of",
     "publish_due",
     "publish_status",
+    "read_cancel_answer",
+    "withdraw",
 ]

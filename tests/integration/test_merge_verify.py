@@ -169,7 +169,7 @@ def test_changed_input_is_found(merged: Batch, ledger: Ledger, store: ObjectStor
         (b'"requests":5', b'"requests":6', "valid requests"),
         (b'"status":"completed"', b'"status":"expired"', "status"),
         (b'"lines":8', b'"lines":7', "lines of the output file"),
-        (b'{"format":1', b'{"format":x', "cannot be read"),
+        (b'{"format":', b'{"format":x', "cannot be read"),
     ],
 )
 def test_wrong_manifest_is_found(

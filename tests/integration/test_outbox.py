@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
+from batch_pipeline import settings as configuration
 from batch_pipeline.errors import NotAllowedInState
 from batch_pipeline.ledger import Ledger
 from batch_pipeline.ledger.records import Batch, BatchStatus, WorkerState
 from batch_pipeline.results import outbox
 from batch_pipeline.results.merge import merge
 from batch_pipeline.settings import Settings
-from batch_pipeline.store import ObjectMissing, ObjectStore, keys
+from batch_pipeline.store import ObjectInfo, ObjectMissing, ObjectStore, keys
 from tests.fakes import answered
 from tests.fakes.clock import SteppedClock
 from tests.fakes.faults import Faults, Killed
@@ -240,6 +241,32 @@ def test_newest_batch_of_a_name_has_the_folder(ledger_url: str, store: ObjectSto
     outbox.deliver(newer.batch_id, ledger=ledger, store=store, settings=settings)
     assert (read(store)["id"], read(store)["status"]) == (newer.batch_id, "completed")
     assert set(files(store)) == {"errors.jsonl", "manifest.json"}
+
+
+def test_delivery_that_is_overtaken_by_a_newer_batch_leaves_the_newer_files(
+    ledger_url: str, store_settings: configuration.Store, store: ObjectStore, settings: Settings
+) -> None:
+    """Between two copies of an older batch's delivery a newer one of its name comes, ends and is delivered."""
+    clock = SteppedClock()
+    ledger = Ledger.open(ledger_url, clock=clock)
+    older = ended(ledger, store, settings)
+    newer: list[Batch] = []
+
+    class Overtaken(ObjectStore):
+        def copy(self, source: ObjectInfo, target: str) -> None:
+            if not newer:
+                clock.advance(1)
+                newer.append(ended(ledger, store, settings, refused=(), count=2))
+                outbox.deliver(newer[0].batch_id, ledger=ledger, store=store, settings=settings)
+            super().copy(source, target)
+
+    slow = Overtaken.open(store_settings)
+    folder = outbox.deliver(older.batch_id, ledger=ledger, store=slow, settings=settings)
+    assert folder == f"questions/earlier/{older.batch_id}"
+    assert read(store)["id"] == newer[0].batch_id
+    assert set(files(store)) == {"output.jsonl", "manifest.json"}
+    assert files(store)["output.jsonl"] == store.get(str(newer[0].output_key))
+    assert files(store, folder)["output.jsonl"] == store.get(str(older.output_key))
 
 
 def test_folder_is_cleared_when_a_new_batch_takes_its_name(
