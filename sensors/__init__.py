@@ -1,7 +1,17 @@
-"""Dagster sensors: each asks the ledger or the store what is due and requests runs for it, a bounded number a tick."""
+"""Dagster sensors: each asks the ledger or the store what is due and requests runs for it, a bounded number a tick.
+
+And what runs by the clock: housekeeping.
+"""
 
 from sensors.batch_progress import batch_progress_sensor
 from sensors.drop_folder import drop_folder_sensor
 from sensors.gpu_workers import gpu_worker_sensor
+from sensors.housekeeping import housekeeping_job, housekeeping_schedule
 
-__all__ = ["batch_progress_sensor", "drop_folder_sensor", "gpu_worker_sensor"]
+__all__ = [
+    "batch_progress_sensor",
+    "drop_folder_sensor",
+    "gpu_worker_sensor",
+    "housekeeping_job",
+    "housekeeping_schedule",
+]

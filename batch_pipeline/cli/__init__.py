@@ -6,6 +6,7 @@ batches      submit, status, list, watch, cancel, results
 files        validate: offline
 proofs       verify, audit
 operating    worker, up, down, demo, config
+tidying      housekeeping
 doctor       doctor: every part, and what to mend
 progress     how batches that run are shown
 """

@@ -10,7 +10,11 @@ know conditional deletes (S3 and SeaweedFS do); in one that does not, a file tha
 between the last look and the removal would be lost. The same bytes dropped again under the same name within the same
 second are the same drop.
 
-Left alone: folder markers (`.../`) and `.cancel` objects. Anything else that is no `CUSTOMER/NAME.jsonl` is moved
+An object NAME.cancel cancels the newest batch of that name (`drop_cancel`). Whichever of NAME.jsonl and NAME.cancel is
+listed first: a file that was there when the cancel came is taken and then cancelled; one that came after it is
+cancelled only where there is no other batch that the cancel can be about.
+
+Left alone: folder markers (`.../`). Anything else that is no `CUSTOMER/NAME.jsonl` is moved
 away with its reason, so that nothing is looked at twice; it is answered in the outbox where the customer's folder is
 a customer's.
 """
@@ -23,23 +27,22 @@ import random
 import re
 from collections import deque
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import msgspec
 
 from batch_pipeline import ids
 from batch_pipeline.errors import CustomerError, StoreError
+from batch_pipeline.intake import drop_cancel
+from batch_pipeline.intake.drop_inbox import ACTOR, CANCEL, FILE, Drop, Taken, drop_of, remove
 from batch_pipeline.intake.options import Options, choose
 from batch_pipeline.ledger import Ledger
-from batch_pipeline.ledger.records import Door, NewBatch
+from batch_pipeline.ledger.records import Batch, Door, NewBatch
 from batch_pipeline.results import outbox
 from batch_pipeline.settings import Settings
 from batch_pipeline.store import ObjectInfo, ObjectMissing, ObjectStore, PreconditionFailed, keys
 from batch_pipeline.wire import codes
 
-ACTOR = "drop folder"
-_EXTENSION = ".jsonl"
-_LEFT_ALONE = ("/", ".cancel")
+_LEFT_ALONE = "/"
 _METADATA_PREFIX = "metadata-"
 _OPTIONS = ("completion-window", "on-invalid", "endpoint")
 _TOOLS_OWN = frozenset({"mtime", "md5chksum", "s3cmd-attrs", "src_last_modified_millis"})
@@ -50,14 +53,6 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 _log = logging.getLogger(__name__)
 
 
-class Taken(NamedTuple):
-    """A dropped file that is dealt with: it became a batch, or was rejected with an error code."""
-
-    key: str
-    batch_id: str | None
-    code: str | None = None
-
-
 class _Reason(msgspec.Struct, frozen=True):
     """reason.json: what operators find beside a file that could not be taken."""
 
@@ -66,19 +61,6 @@ class _Reason(msgspec.Struct, frozen=True):
     message: str
     etag: str
     metadata: dict[str, str]
-
-
-class _Drop(NamedTuple):
-    """A dropped file: the name that its key gives it, and what a HEAD tells."""
-
-    customer: str
-    name: str
-    info: ObjectInfo
-
-    @property
-    def creation_key(self) -> str:
-        """The same for the same bytes dropped by the same upload, another for every other."""
-        return f"drop:{self.customer}/{self.name}:{self.info.etag}:{self.info.modified_at}"
 
 
 def take_drops(
@@ -101,11 +83,25 @@ def take_drops(
             if failures == _MOST_FAILURES:
                 break
             continue
-        if done is not None:
-            taken.append(done)
-            if len(taken) >= limit:
-                break
+        taken += done
+        if len(taken) >= limit:
+            break
     return taken
+
+
+def awaited_ids(store: ObjectStore, most: int) -> set[str] | None:
+    """Return the ids of the batches that the files in the inbox will become, whatever was copied for them already.
+
+    None where there are more than `most` files. Raises StoreError.
+    """
+    awaited: set[str] = set()
+    for count, listed in enumerate(store.list(keys.INBOX), start=1):
+        if count > most:
+            return None
+        info = store.head(listed.key)
+        if info is not None:
+            awaited.add(drop_of(info).batch_id)
+    return awaited
 
 
 def _in_turn(store: ObjectStore, limit: int, chance: random.Random) -> Iterator[ObjectInfo]:
@@ -123,13 +119,58 @@ def _in_turn(store: ObjectStore, limit: int, chance: random.Random) -> Iterator[
             queue.append(objects)
 
 
-def _deal_with(key: str, *, ledger: Ledger, store: ObjectStore, settings: Settings) -> Taken | None:
-    """Take or reject one file; None where it is gone, or has been overwritten while it was looked at."""
+def _deal_with(key: str, *, ledger: Ledger, store: ObjectStore, settings: Settings) -> list[Taken]:
+    """Deal with one object; nothing where it is gone, or has been overwritten while it was looked at."""
     info = store.head(key)
     if info is None:
-        return None
-    folder, _, file = key.removeprefix(keys.INBOX).partition("/")
-    drop = _Drop(folder, file.removesuffix(_EXTENSION), info)
+        return []
+    drop = drop_of(info)
+    if key.endswith(CANCEL) and drop.has_good_name:
+        return _cancel(drop, ledger=ledger, store=store, settings=settings)
+    done = []
+    if key.endswith(FILE) and drop.has_good_name:
+        done = _cancel_before(drop, ledger=ledger, store=store, settings=settings)
+    taken = _take_or_reject(drop, ledger=ledger, store=store, settings=settings)
+    return done if taken is None else [*done, taken]
+
+
+def _cancel(cancel: Drop, *, ledger: Ledger, store: ObjectStore, settings: Settings) -> list[Taken]:
+    """Carry out a cancel; first take the file of its name, where that lies in the inbox and is what it is about."""
+    batch = ledger.batches.newest_named(cancel.customer, cancel.name)
+    file = store.head(keys.inbox(cancel.customer, cancel.name))
+    done = []
+    if file is not None and not _is_after(file, cancel, batch, ledger=ledger, store=store):
+        taken = _take_or_reject(drop_of(file), ledger=ledger, store=store, settings=settings)
+        if taken is None:
+            # It has been changed meanwhile: both are looked at again.
+            return []
+        done.append(taken)
+        batch = None if taken.batch_id is None else ledger.batches.get(taken.batch_id)
+    return [*done, drop_cancel.carry_out(cancel, batch, ledger=ledger, store=store, settings=settings)]
+
+
+def _cancel_before(drop: Drop, *, ledger: Ledger, store: ObjectStore, settings: Settings) -> list[Taken]:
+    """Carry out a cancel that came before a file of its name and is about the batch before it."""
+    info = store.head(keys.inbox_cancel(drop.customer, drop.name))
+    if info is None:
+        return []
+    cancel = drop_of(info)
+    batch = ledger.batches.newest_named(drop.customer, drop.name)
+    if not _is_after(drop.info, cancel, batch, ledger=ledger, store=store):
+        return []
+    return [drop_cancel.carry_out(cancel, batch, ledger=ledger, store=store, settings=settings)]
+
+
+def _is_after(file: ObjectInfo, cancel: Drop, batch: Batch | None, *, ledger: Ledger, store: ObjectStore) -> bool:
+    """Whether a file came after a cancel that is about the batch before it."""
+    return file.modified_at > cancel.info.modified_at and drop_cancel.is_meant(
+        cancel, batch, ledger=ledger, store=store
+    )
+
+
+def _take_or_reject(drop: Drop, *, ledger: Ledger, store: ObjectStore, settings: Settings) -> Taken | None:
+    """Make a batch of a file, or move it away with a reason; None where it is gone or has been overwritten."""
+    file = drop.info.key.removeprefix(keys.INBOX).partition("/")[2]
     try:
         try:
             options = _check(drop, file, settings)
@@ -137,11 +178,11 @@ def _deal_with(key: str, *, ledger: Ledger, store: ObjectStore, settings: Settin
             return _reject(drop, error, store)
         return _take(drop, options, ledger=ledger, store=store, settings=settings)
     except (PreconditionFailed, ObjectMissing):
-        _log.info("%s was changed while it was taken; it is looked at again", key)
+        _log.info("%s was changed while it was taken; it is looked at again", drop.info.key)
         return None
 
 
-def _check(drop: _Drop, file: str, settings: Settings) -> Options:
+def _check(drop: Drop, file: str, settings: Settings) -> Options:
     """Return the drop's options. Raises CustomerError where it cannot be taken."""
     if not ids.CUSTOMER_PATTERN.fullmatch(drop.customer) or not file:
         raise CustomerError(
@@ -149,8 +190,8 @@ def _check(drop: _Drop, file: str, settings: Settings) -> Options:
             "files belong into a folder of their customer, inbox/CUSTOMER/NAME.jsonl; a customer's name has 1 to 64 "
             "lower-case letters, digits, '-' and '_', with a letter or digit at both ends",
         )
-    if not file.endswith(_EXTENSION):
-        mend = f"drop it under a name that ends in {_EXTENSION}"
+    if not file.endswith(FILE):
+        mend = f"drop it under a name that ends in {FILE}"
         raise CustomerError(codes.INVALID_NAME, f"only files of JSON lines are taken; {mend}")
     if not ids.NAME_PATTERN.fullmatch(drop.name):
         raise CustomerError(
@@ -188,11 +229,11 @@ def _options(metadata: dict[str, str], settings: Settings) -> Options:
     )
 
 
-def _take(drop: _Drop, options: Options, *, ledger: Ledger, store: ObjectStore, settings: Settings) -> Taken:
+def _take(drop: Drop, options: Options, *, ledger: Ledger, store: ObjectStore, settings: Settings) -> Taken:
     """Make a batch of a drop. Killed between any two steps, the next call goes on with the same batch."""
     batch = ledger.batches.by_creation_key(drop.creation_key)
     if batch is None:
-        batch_id = ids.batch_id_from(drop.creation_key)
+        batch_id = drop.batch_id
         input_key = keys.input_file(batch_id)
         copied = _copy_once(drop.info, input_key, store)
         batch = ledger.batches.create(
@@ -213,11 +254,11 @@ def _take(drop: _Drop, options: Options, *, ledger: Ledger, store: ObjectStore, 
             actor=ACTOR,
         )
     outbox.publish_status(batch.batch_id, ledger=ledger, store=store, settings=settings)
-    _remove(drop.info, store)
+    remove(drop.info, store)
     return Taken(drop.info.key, batch.batch_id)
 
 
-def _reject(drop: _Drop, error: CustomerError, store: ObjectStore) -> Taken:
+def _reject(drop: Drop, error: CustomerError, store: ObjectStore) -> Taken:
     """Move a file out of the way, keep the reason beside it, and tell its customer where that can be done safely."""
     info = drop.info
     drop_id = hashlib.sha256(f"{info.key}:{info.etag}:{info.modified_at}".encode()).hexdigest()[:32]
@@ -229,7 +270,7 @@ def _reject(drop: _Drop, error: CustomerError, store: ObjectStore) -> Taken:
         outbox.answer_rejected(drop.customer, folder, error.code, error.message, store=store)
     else:
         _log.warning("%r cannot be taken and its customer cannot be told: it is kept as rejected/%s", info.key, drop_id)
-    _remove(info, store)
+    remove(info, store)
     return Taken(info.key, None, error.code)
 
 
@@ -253,16 +294,3 @@ def _copy_once(info: ObjectInfo, target: str, store: ObjectStore) -> ObjectInfo:
     if copied is None or copied.size != info.size:
         raise ObjectMissing(f"copying {info.key}: the copy is not there")
     return copied
-
-
-def _remove(info: ObjectInfo, store: ObjectStore) -> None:
-    """Remove the object from the inbox if it is still the one that was dealt with; a newer one stays for its own
-    turn.
-    """
-    now = store.head(info.key)
-    if now is None or (now.etag, now.modified_at) != (info.etag, info.modified_at):
-        return
-    try:
-        store.delete(info.key, if_match=info.etag)
-    except PreconditionFailed:
-        _log.info("%s was overwritten when its predecessor was taken; it is taken next", info.key)

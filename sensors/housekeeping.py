@@ -1,0 +1,120 @@
+"""Housekeeping as a job, and its schedule: what is over leaves the ledger, the bucket and the list of partitions."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import dagster as dg
+from dagster import DagsterInstance, RunsFilter
+from dagster._core.execution.backfill import BulkActionsFilter, BulkActionStatus
+from dagster._core.storage.tags import ASSET_PARTITION_RANGE_START_TAG, PARTITION_NAME_TAG
+from pydantic import Field
+
+from assets.partitions import GROUP, batches
+from batch_pipeline import housekeeping
+from batch_pipeline.housekeeping import Report, Step
+from batch_pipeline.ledger import Ledger
+from batch_pipeline.settings import Retention
+from resources import Service
+from sensors.runs import UNDER_WAY
+
+EVERY_HALF_HOUR = "*/30 * * * *"
+_BETWEEN_LOOKS = 20
+"""Partitions that are deleted between two looks at the runs under way: deleting one takes up to 0.1 s."""
+_BACKFILLS_UNDER_WAY = [BulkActionStatus.REQUESTED, BulkActionStatus.CANCELING, BulkActionStatus.FAILING]
+
+
+class HousekeepingConfig(dg.Config):
+    """What an operator may ask for when launching housekeeping."""
+
+    dry_run: bool = Field(default=False, description="Only say what would be removed.")
+
+
+@dg.op(
+    name="housekeeping",
+    description=(
+        "Remove what is over, as the section [retention] of the configuration says: rows of chunks, objects that no "
+        "final file needs, expired files, old partitions. Bounded; killed anywhere it is gone on with by the next run."
+    ),
+    out=dg.Out(dg.Nothing),
+)
+def tidy_up(context: dg.OpExecutionContext, config: HousekeepingConfig, service: Service) -> None:
+    """One run of housekeeping."""
+    parts = service.open()
+    report = housekeeping.tidy(ledger=parts.ledger, store=parts.store, settings=parts.settings, dry_run=config.dry_run)
+    for batch_id, why in itertools.islice(report.held.items(), 20):
+        context.log.warning(f"{batch_id} is kept: {why}")
+    for failure in report.failures:
+        context.log.warning(failure)
+    retention = parts.settings.retention
+    partitions = delete_partitions(context.instance, parts.ledger, retention, dry_run=config.dry_run)
+    context.add_output_metadata({**_figures(report), "partitions": partitions, "dry_run": config.dry_run})
+
+
+@dg.job(
+    name="housekeeping",
+    description="Removes what is over. Requested by its schedule every half hour; may be launched at any time.",
+    executor_def=dg.in_process_executor,
+    tags={"batch_pipeline/group": GROUP},
+)
+def housekeeping_job() -> None:
+    """Housekeeping."""
+    tidy_up()
+
+
+def housekeeping_schedule() -> dg.ScheduleDefinition:
+    """Return the schedule of the job."""
+    return dg.ScheduleDefinition(
+        name="housekeeping",
+        job=housekeeping_job,
+        cron_schedule=EVERY_HALF_HOUR,
+        default_status=dg.DefaultScheduleStatus.RUNNING,
+        description="Removes what is over, as the section [retention] of the configuration says.",
+    )
+
+
+def delete_partitions(instance: DagsterInstance, ledger: Ledger, retention: Retention, *, dry_run: bool = False) -> int:
+    """Delete the partitions of batches that ended long ago, at most `retention.per_run`; returns how many.
+
+    None while it has a run under way (Dagster fails such a run), and none at all during a backfill, whose runs are
+    still to come. Killed half-way, the next run deletes the rest. Materializations and runs stay in Dagster's log.
+    """
+    name = str(batches.name)
+    partitions = instance.get_dynamic_partitions(name)
+    over = ledger.retention.ended_before(partitions, ledger.now() - retention.partitions_days * 86_400)
+    due = iter(housekeeping.partitions_to_delete(partitions, over, (), retention.per_run))
+    deleted = 0
+    for some in iter(lambda: [*itertools.islice(due, _BETWEEN_LOOKS)], []):
+        under_way = _partitions_under_way(instance)
+        if under_way is None:
+            break
+        for key in housekeeping.partitions_to_delete(some, over, under_way, len(some)):
+            if not dry_run:
+                instance.delete_dynamic_partition(name, key)
+            deleted += 1
+    return deleted
+
+
+def _partitions_under_way(instance: DagsterInstance) -> set[str] | None:
+    """Return the partitions that have a run under way; None where that may be any of them."""
+    if instance.get_backfills(filters=BulkActionsFilter(statuses=_BACKFILLS_UNDER_WAY), limit=1):
+        return None
+    found = set()
+    for run in instance.get_runs(RunsFilter(statuses=UNDER_WAY)):
+        if ASSET_PARTITION_RANGE_START_TAG in run.tags:
+            return None
+        if PARTITION_NAME_TAG in run.tags:
+            found.add(run.tags[PARTITION_NAME_TAG])
+    return found
+
+
+def _figures(report: Report) -> dict[str, Any]:
+    figures: dict[str, Any] = {"held": len(report.held), "failures": len(report.failures)}
+    for step in Step:
+        removals = report.of(step)
+        figures[f"{step}"] = len(removals)
+    figures["objects"] = sum(removal.objects for removal in report.removals)
+    figures["bytes"] = sum(removal.bytes for removal in report.removals)
+    figures["rows"] = sum(removal.rows for removal in report.removals)
+    return figures
