@@ -82,12 +82,15 @@ class Chunks:
         locked ones are skipped. Killed before its commit this has leased nothing; where its answer is lost, the leases
         run out.
         """
-        while True:
-            with self._database.write() as tx:
-                if not tx.connection.execute(_OVERDUE, {"now": tx.now, "most": 1}).all():
-                    taker = Taker(worker_id, run_id, model, tx.now + self._lease_seconds)
-                    return lease_chunks(tx, taker, limit, batches_only)
-            self.expire_leases()
+        with self._database.write() as tx:
+            if not tx.connection.execute(_OVERDUE, {"now": tx.now, "most": 1}).all():
+                taker = Taker(worker_id, run_id, model, tx.now + self._lease_seconds)
+                return lease_chunks(tx, taker, limit, batches_only)
+        # Each of them begins at its batch's row, for the order of locks; once is enough, after an outage they are many.
+        self.expire_leases()
+        with self._database.write() as tx:
+            taker = Taker(worker_id, run_id, model, tx.now + self._lease_seconds)
+            return lease_chunks(tx, taker, limit, batches_only)
 
     def checkpoint(self, ref: LeaseRef, part: Part) -> None:
         """Add a part to a leased chunk: its requests are not run again, whatever happens. Raises LeaseLost.
