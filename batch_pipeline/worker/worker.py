@@ -13,13 +13,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import signal
 import socket
-import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 from batch_pipeline import ids
@@ -29,6 +26,7 @@ from batch_pipeline.ledger import Ledger
 from batch_pipeline.ledger.records import HeartbeatReply, LeaseRef, Standing, WorkerState
 from batch_pipeline.settings import Settings
 from batch_pipeline.store import ObjectStore
+from batch_pipeline.worker import signals
 from batch_pipeline.worker.chunk import HeldChunk
 from batch_pipeline.worker.holdings import Holdings
 from batch_pipeline.worker.outages import OUTAGES, GivenUp, Outages, is_outage, was_set
@@ -113,7 +111,7 @@ class Worker:
         self._state_changed = asyncio.Event()
         self._state_writing = asyncio.Lock()
         self._started = self._clocks.monotonic()
-        with self._signals(loop):
+        with signals.calling(self._signalled, loop):
             try:
                 await self._work()
                 ended = await self._ended
@@ -396,20 +394,3 @@ class Worker:
             return False
         task.result()
         return True
-
-    @contextmanager
-    def _signals(self, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
-        """Take SIGTERM and SIGINT as the wish to end, and give them back afterwards."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        numbers = (signal.SIGTERM, signal.SIGINT)
-        previous = [signal.getsignal(number) for number in numbers]
-        for number in numbers:
-            loop.add_signal_handler(number, self._signalled)
-        try:
-            yield
-        finally:
-            for number, handler in zip(numbers, previous, strict=True):
-                loop.remove_signal_handler(number)
-                signal.signal(number, handler)

@@ -1,0 +1,31 @@
+"""SIGTERM and SIGINT as a wish to end."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+_NUMBERS = (signal.SIGTERM, signal.SIGINT)
+
+
+@contextmanager
+def calling(wish: Callable[[], None], loop: asyncio.AbstractEventLoop) -> Iterator[None]:
+    """Call `wish` in the loop at each of these signals, and give the handlers back afterwards.
+
+    Nothing outside of the main thread, which alone can take signals.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = [signal.getsignal(number) for number in _NUMBERS]
+    for number in _NUMBERS:
+        loop.add_signal_handler(number, wish)
+    try:
+        yield
+    finally:
+        for number, handler in zip(_NUMBERS, previous, strict=True):
+            loop.remove_signal_handler(number)
+            signal.signal(number, handler)
