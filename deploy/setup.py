@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import fcntl
 import hashlib
+import json
 import shutil
 import subprocess
 import sys
@@ -50,6 +51,7 @@ def main() -> int:
 
 def set_up(*, force: bool) -> None:
     """Bring the environment and the model in line with this checkout. Raises SetUpError."""
+    check_python()
     wanted = fingerprint()
     if not force and STAMP.is_file() and STAMP.read_text(encoding="utf-8") == wanted and models_are_there():
         return
@@ -66,9 +68,12 @@ def set_up(*, force: bool) -> None:
 
 def fingerprint() -> str:
     """Return a text that changes whenever the packages have to be installed again."""
-    files = [ROOT / "pyproject.toml", CONSTRAINTS, Path(__file__).resolve()]
-    digest = hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()
-    return f"{digest} {sys.version_info.major}.{sys.version_info.minor} {ROOT}\n"
+    import tomllib  # new in 3.11, which is certain by now
+
+    whole = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    project = json.dumps([whole["project"], whole["build-system"], whole["tool"]["setuptools"]], sort_keys=True)
+    parts = [project.encode(), CONSTRAINTS.read_bytes(), Path(__file__).resolve().read_bytes()]
+    return f"{hashlib.sha256(b'|'.join(parts)).hexdigest()} {ROOT}\n"
 
 
 def models_are_there() -> bool:
@@ -76,13 +81,17 @@ def models_are_there() -> bool:
     return all((MODELS / name).is_dir() for name in ("smollm2-135m", "tiny-random"))
 
 
-def make_environment() -> None:
-    """Make `.venv`, or keep the one there where its Python still works."""
+def check_python() -> None:
+    """Raise SetUpError unless this is the Python that the packages are pinned for."""
     if sys.version_info[:2] != WANTED_PYTHON:
         have = ".".join(map(str, sys.version_info[:3]))
         raise SetUpError(
             f"needs Python 3.11, but {sys.executable} is {have}: use `make PYTHON=/path/to/python3.11 ...`"
         )
+
+
+def make_environment() -> None:
+    """Make `.venv`, or keep the one there where its Python still works."""
     if is_usable():
         return
     free = shutil.disk_usage(ROOT).free

@@ -81,11 +81,10 @@ def test_failed_install_shows_the_end_of_its_output(
         script.must_pip("install", "no/such/file.whl")
 
 
-def test_wrong_python_is_one_line(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(script, "ENVIRONMENT", tmp_path / ".venv")
+def test_wrong_python_is_one_line(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(script, "WANTED_PYTHON", (3, 99))
     with pytest.raises(script.SetUpError, match=r"^needs Python 3\.11, but .* is 3\.11.*make PYTHON=[^\n]*$"):
-        script.make_environment()
+        script.check_python()
 
 
 def test_environment_made_elsewhere_is_not_trusted(
@@ -97,3 +96,23 @@ def test_environment_made_elsewhere_is_not_trusted(
     monkeypatch.setattr(script, "ENVIRONMENT", environment)
     monkeypatch.setattr(script, "PYTHON", environment / "bin" / "python")
     assert not script.is_usable()
+
+
+def test_torch_comes_from_its_own_index_only_where_the_configured_one_lacks_it(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def installed(first_works: bool) -> list[tuple[str, ...]]:
+        asked: list[tuple[str, ...]] = []
+
+        def pip(*words: str) -> bool:
+            asked.append(words)
+            return first_works or len(asked) > 1
+
+        monkeypatch.setattr(script, "pip", pip)
+        script.install_packages()
+        return [words for words in asked if script.TORCH in words]
+
+    [plain] = installed(first_works=True)
+    assert "--index-url" not in plain
+    [_, own] = installed(first_works=False)
+    assert own[-2:] == ("--index-url", script.TORCH_CPU_INDEX)
