@@ -226,8 +226,9 @@ def _running_stack(settings: Settings, config_file: Path | None, say: Say) -> It
     """Start the stack, and stop it afterwards unless it ran before."""
     stack = Stack(settings, config_file)
     ran_before = all(stack.running().values())
+    addresses = stack.up(say)
     try:
-        yield stack, stack.up(say)
+        yield stack, addresses
     finally:
         if not ran_before:
             stack.down(say)
