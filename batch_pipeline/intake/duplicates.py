@@ -16,6 +16,9 @@ import numpy.typing as npt
 _PARTS = 16
 """Hashes are sorted in so many parts, by their value, so that sorting needs little memory beside them."""
 _SLICE = 65_536
+_SHIFT = 32
+"""A pair of positions is one number of 64 bits; nobody takes files of four thousand million requests."""
+_LOWER = (1 << _SHIFT) - 1
 
 Positions = npt.NDArray[np.int64]
 
@@ -33,37 +36,57 @@ class CustomIds:
         """Append the hashes of further requests, each a native unsigned number of 64 bits."""
         self._hashes.frombytes(hashes)
 
-    def duplicates(self, read: Callable[[int], str]) -> tuple[Positions, Positions]:
-        """Return the positions of later requests with an id that an earlier one has, ascending, and of the first ones.
+    def duplicates(self, read: Callable[[int], str]) -> Duplicates:
+        """Return the later requests with an id that an earlier one has.
 
         `read` returns the id of the request at a position, counted from 0 in the order in which they were added.
         """
         hashes = np.frombuffer(self._hashes, dtype=np.uint64)
-        later: array[int] = array("q")
-        first: array[int] = array("q")
+        found: array[int] = array("Q")
         for part in range(_PARTS):
-            where = np.flatnonzero((hashes >> np.uint64(60)) == part)
-            where = where[np.argsort(hashes[where], kind="stable")]
-            same = hashes[where[1:]] == hashes[where[:-1]]
-            for start, end in _runs(same):
-                _compare(where[start : end + 1], read, later, first)
-        order = np.argsort(np.frombuffer(later, dtype=np.int64), kind="stable")
-        return np.frombuffer(later, dtype=np.int64)[order], np.frombuffer(first, dtype=np.int64)[order]
+            for positions in _equal(hashes, part):
+                _compare(positions, read, found)
+        return Duplicates(found)
 
 
-def _runs(same: npt.NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
-    """Yield where runs of equal neighbours start and end."""
+class Duplicates:
+    """Pairs of positions, in the order of the later one: a request, and the first one that has its id."""
+
+    def __init__(self, pairs: array[int]) -> None:
+        self._pairs = np.frombuffer(pairs, dtype=np.uint64)
+        self._pairs.sort()
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        for start in range(0, len(self._pairs), _SLICE):
+            for pair in self._pairs[start : start + _SLICE].tolist():
+                yield pair >> _SHIFT, pair & _LOWER
+
+    def between(self, start: int, end: int) -> Positions:
+        """Return the positions of later requests from `start` to before `end`."""
+        first, last = np.searchsorted(self._pairs, np.array([start << _SHIFT, end << _SHIFT], dtype=np.uint64))
+        return (self._pairs[first:last] >> np.uint64(_SHIFT)).astype(np.int64)
+
+
+def _equal(hashes: npt.NDArray[np.uint64], part: int) -> Iterator[Positions]:
+    """Yield the positions, in their order, of each hash of this part that comes more than once."""
+    where = np.flatnonzero((hashes >> np.uint64(60)) == part).astype(np.uint32)
+    where = where[np.argsort(hashes[where], kind="stable")]
+    ordered = hashes[where]
+    same = ordered[1:] == ordered[:-1]
+    del ordered
     if same.any():
-        edges = np.flatnonzero(np.diff(np.concatenate(([False], same, [False])).astype(np.int8)))
+        edges = np.flatnonzero(np.diff(same, prepend=False, append=False))
         for edge in range(0, len(edges), 2):
-            yield int(edges[edge]), int(edges[edge + 1])
+            yield where[int(edges[edge]) : int(edges[edge + 1]) + 1].astype(np.int64)
 
 
-def _compare(positions: Positions, read: Callable[[int], str], later: array[int], first: array[int]) -> None:
+def _compare(positions: Positions, read: Callable[[int], str], found: array[int]) -> None:
     seen: dict[str, int] = {}
     for start in range(0, len(positions), _SLICE):
         for position in positions[start : start + _SLICE].tolist():
             earlier = seen.setdefault(read(position), position)
             if earlier != position:
-                later.append(position)
-                first.append(earlier)
+                found.append(position << _SHIFT | earlier)

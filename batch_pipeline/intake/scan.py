@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from batch_pipeline.intake.blocks import read_blocks
 from batch_pipeline.intake.checkers import check_all
-from batch_pipeline.intake.duplicates import CustomIds, Positions
+from batch_pipeline.intake.duplicates import CustomIds, Duplicates
 from batch_pipeline.intake.lines import readable_custom_id
 from batch_pipeline.intake.problems import LineProblem, duplicate
 from batch_pipeline.intake.table import Column, RequestTable, Summary, TableWriter
@@ -137,23 +137,24 @@ class Scan:
         """Take requests with an id that is taken out of the table, and put them among the problems."""
         table = RequestTable(self.table)
         lines = _Lines(table, descriptor)
-        later, first = self._ids.duplicates(lines.custom_id)
-        if not len(later):
+        found = self._ids.duplicates(lines.custom_id)
+        self._ids = CustomIds()
+        if not len(found):
             table.close()
             return summary
         own, merged = self.problems.with_suffix(".own"), self.problems.with_suffix(".merged")
         self.problems.rename(own)
-        duplicates = (duplicate(*lines.named(int(again), int(once))) for again, once in zip(later, first, strict=True))
+        duplicates = (duplicate(*lines.named(later, first)) for later, first in found)
         with merged.open("wb") as out:
             for problem in heapq.merge(_read_problems(own), duplicates, key=lambda problem: problem.line):
                 out.write(msgspec.json.encode(problem) + b"\n")
         own.unlink()
         merged.rename(self.problems)
         del lines
-        summary = self._summary(summary.invalid + len(later), self._first_errors())
+        summary = self._summary(summary.invalid + len(found), self._first_errors())
         kept = self.table.with_suffix(".kept")
         with TableWriter(kept) as writer:
-            for part in _without_rows(table, later):
+            for part in _without_rows(table, found):
                 writer.add_table(part)
             writer.close(summary)
         table.close()
@@ -162,7 +163,7 @@ class Scan:
 
 
 class _Lines:
-    """Where the lines of the table's requests lie in the file; read from the table when the first one is asked for."""
+    """Where the lines of the table's requests lie in the file; a column is read when it is first asked for."""
 
     def __init__(self, table: RequestTable, descriptor: int) -> None:
         self._table = table
@@ -171,19 +172,20 @@ class _Lines:
 
     def custom_id(self, position: int) -> str:
         """Return the custom_id of the request at a position of the table."""
-        columns = self._loaded()
-        line = os.pread(self._descriptor, int(columns["line_bytes"][position]), int(columns["line_offset"][position]))
+        length, offset = (int(self._column(name)[position]) for name in ("line_bytes", "line_offset"))
+        line = os.pread(self._descriptor, length, offset)
         return readable_custom_id(line) or ""
 
     def named(self, later: int, first: int) -> tuple[int, str, int]:
         """Return the line number and the id of a later request, and the line number of the first one with its id."""
-        index = self._loaded()["index"]
+        index = self._column("index")
         return int(index[later]) + 1, self.custom_id(later), int(index[first]) + 1
 
-    def _loaded(self) -> dict[str, Column]:
-        if not self._columns:
-            self._columns = self._table.columns(["index", "line_offset", "line_bytes"])
-        return self._columns
+    def _column(self, name: str) -> Column:
+        found = self._columns.get(name)
+        if found is None:
+            found = self._columns[name] = self._table.column(name)
+        return found
 
 
 def _read_problems(path: Path) -> Iterator[LineProblem]:
@@ -192,13 +194,12 @@ def _read_problems(path: Path) -> Iterator[LineProblem]:
             yield _problems.decode(line)
 
 
-def _without_rows(table: RequestTable, positions: Positions) -> Iterator[pa.Table]:
-    """Yield the rows of a table but those at the positions, which ascend."""
+def _without_rows(table: RequestTable, duplicates: Duplicates) -> Iterator[pa.Table]:
+    """Yield the rows of a table but the duplicates."""
     start = 0
     for part in table.groups():
         end = start + part.num_rows
-        here = positions[np.searchsorted(positions, start) : np.searchsorted(positions, end)] - start
         keep = np.ones(part.num_rows, dtype=np.bool_)
-        keep[here] = False
+        keep[duplicates.between(start, end) - start] = False
         yield part.filter(pa.array(keep))
         start = end

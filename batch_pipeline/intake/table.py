@@ -161,10 +161,10 @@ class RequestTable:
         for group in range(self._file.num_row_groups):
             yield self._file.read_row_group(group)
 
-    def columns(self, names: list[str]) -> dict[str, Column]:
-        """Return whole columns."""
-        table = self._file.read(columns=names, use_threads=False)
-        return {name: table.column(name).to_numpy() for name in names}
+    def column(self, name: str) -> Column:
+        """Return a whole column."""
+        whole: Column = self._file.read(columns=[name], use_threads=False).column(name).to_numpy()
+        return whole
 
     def segments(self, rows: int) -> Iterator[pa.Table]:
         """Yield the table in pieces of `rows` rows, the last one with fewer. Memory: one piece and a row group."""

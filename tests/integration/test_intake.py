@@ -126,18 +126,20 @@ def test_unshared_prompts_make_contiguous_chunks(ledger: Ledger, store: ObjectSt
     assert [chunk.requests for chunk in result.chunks] == [10] * 9 + [5]
 
 
-def test_bodies_arrive_as_they_were_written_but_for_the_operators_fields(
+def test_bodies_arrive_as_they_were_written_but_for_what_is_taken_out(
     ledger: Ledger, store: ObjectStore, small: Settings
 ) -> None:
-    plain = request_line(0, note='ü \\ " 😀', value=1e-7)
-    with_field = request_line(1, priority=-999, request_id="x", note=[1, {"priority": 3}])
+    plain = request_line(0, user='ü \\ " 😀', temperature=1e-7)
+    with_field = request_line(1, priority=-999, request_id="x", unheard_of=[1], user="u", seed=5)
     escaped = json.dumps({**json.loads(request_line(2)), "custom_id": 'q"\\ü'}).encode()
     data = BYTE_ORDER_MARK + plain + b"\r\n" + with_field + b"\n" + escaped
     result = run(uploaded(ledger, store, data), ledger, store, small)
     first, second, third = sorted(requests_in(store, result.chunks), key=lambda request: request.index)
     assert first.body in plain
     body = json.loads(with_field)["body"]
-    assert json.loads(second.body) == {k: v for k, v in body.items() if k not in ("priority", "request_id")}
+    assert json.loads(second.body) == {
+        k: v for k, v in body.items() if k not in ("priority", "request_id", "unheard_of")
+    }
     assert third.custom_id == 'q"\\ü'
 
 
