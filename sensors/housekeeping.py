@@ -1,7 +1,5 @@
 """Housekeeping as a job, and its schedule: what is over leaves the ledger, the bucket and the list of partitions."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 
