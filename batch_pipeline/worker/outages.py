@@ -11,6 +11,7 @@ from typing import ParamSpec, TypeVar
 from sqlalchemy.exc import InterfaceError, OperationalError
 
 from batch_pipeline.errors import StoreError
+from batch_pipeline.plain import one_line
 from batch_pipeline.store import ObjectMissing, PreconditionFailed
 from batch_pipeline.worker.pauses import pause_seconds
 
@@ -36,8 +37,11 @@ def is_outage(error: BaseException) -> bool:
 class Outages:
     """Makes calls in threads, and makes them again, with growing pauses, while the other side is away."""
 
-    def __init__(self, source: random.Random) -> None:
+    def __init__(self, source: random.Random, told: Callable[[str | None], None] = lambda _trouble: None) -> None:
+        """`told` hears in the event loop what is away, in words, and None once every call has come through again."""
         self._random = source
+        self._told = told
+        self._troubles: dict[object, str] = {}
 
     async def outlast(
         self, give_up: asyncio.Event | None, call: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs
@@ -47,17 +51,38 @@ class Outages:
         Raises GivenUp once `give_up` is set and the call has failed, and whatever the call raises that is no outage.
         """
         tries = 0
-        while True:
-            try:
-                return await asyncio.to_thread(call, *args, **kwargs)
-            except OUTAGES as error:
-                if not is_outage(error):
-                    raise
-                tries += 1
-                pause = pause_seconds(tries, self._random, first_seconds=_FIRST_SECONDS)
-                log.warning("%s; next try in %.1f s", " ".join(str(error).split())[:300], pause)
-                if await was_set(give_up, pause):
-                    raise GivenUp from error
+        me = object()
+        try:
+            while True:
+                try:
+                    return await asyncio.to_thread(call, *args, **kwargs)
+                except OUTAGES as error:
+                    if not is_outage(error):
+                        raise
+                    tries += 1
+                    self._trouble(me, said(error))
+                    pause = pause_seconds(tries, self._random, first_seconds=_FIRST_SECONDS)
+                    log.warning("%s; next try in %.1f s", said(error), pause)
+                    if await was_set(give_up, pause):
+                        raise GivenUp from error
+        finally:
+            self._trouble(me, None)
+
+    def _trouble(self, caller: object, text: str | None) -> None:
+        before = next(iter(self._troubles.values()), None)
+        if text is None:
+            self._troubles.pop(caller, None)
+        else:
+            self._troubles[caller] = text
+        now = next(iter(self._troubles.values()), None)
+        if now != before:
+            self._told(now)
+
+
+def said(error: BaseException) -> str:
+    """Return an outage in words, on one line: which part is away, and what it or its client says."""
+    part = "the object store" if isinstance(error, StoreError) else "the ledger"
+    return f"{part} cannot be used: {one_line(str(error))}"
 
 
 async def was_set(event: asyncio.Event | None, timeout_seconds: float) -> bool:

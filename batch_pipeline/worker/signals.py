@@ -28,4 +28,5 @@ def calling(wish: Callable[[], None], loop: asyncio.AbstractEventLoop) -> Iterat
     finally:
         for number, handler in zip(_NUMBERS, previous, strict=True):
             loop.remove_signal_handler(number)
-            signal.signal(number, handler)
+            if handler is not None:  # None: it was not set from Python, and cannot be set again from here
+                signal.signal(number, handler)

@@ -79,7 +79,7 @@ class Worker:
         self._only = list(only_batches)
         self._ledger_time_at_zero = time.time() - time.monotonic()
         self._clocks = clocks or Clocks(time.monotonic, self._ledger_time, random.Random())  # noqa: S311 - jitter
-        self._outages = Outages(self._clocks.random)
+        self._outages = Outages(self._clocks.random, self._part_is_away)
         self._runner = Runner(engine, self._settings, self._model, self, self._clocks)
         writer = ChunkWriter(ledger, store, self._outages)
         self._holdings = Holdings(writer, self._runner, self._model.version, on_batch_drained, self._spawn)
@@ -87,6 +87,8 @@ class Worker:
         self._leasing: asyncio.Task[None] | None = None
         self._late: set[LeaseRef] = set()
         self._state: tuple[WorkerState, str | None] = (WorkerState.STARTING, None)
+        self._engine_trouble: str | None = None
+        self._outage: str | None = None
         self._faults: list[BaseException] = []
         """What failed after there was a reason to end."""
 
@@ -185,8 +187,16 @@ class Worker:
 
     def engine_state(self, ready: bool, detail: str | None) -> None:
         """Let the ledger show it: whatever holds a batch up has a name (invariant I9)."""
+        self._engine_trouble = detail
         if not self._draining.is_set():
-            self._show(WorkerState.READY if ready else WorkerState.STARTING, detail)
+            self._show(WorkerState.READY if ready else WorkerState.STARTING, detail or self._outage)
+
+    def _part_is_away(self, trouble: str | None) -> None:
+        """Let the ledger show that the store is away, or was for a while (of itself it cannot)."""
+        self._outage = trouble
+        state, _ = self._state
+        if state in (WorkerState.STARTING, WorkerState.READY) and not self._draining.is_set():
+            self._show(state, self._engine_trouble or trouble)
 
     def failed(self, error: BaseException) -> None:
         """End with this error."""

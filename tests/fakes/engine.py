@@ -37,6 +37,8 @@ from aiohttp import web
 MODEL = "smollm2-135m"
 CONTEXT = 2048
 VERSION = "0.32.0"
+_EMPTY_IN_CHOICES = ("logprobs", "stop_reason", "token_ids", "routed_experts")
+_EMPTY_IN_MESSAGES = ("refusal", "annotations", "audio", "function_call", "reasoning")
 STARVED_SECONDS = 10.0
 """After so long without new requests, an engine that wants more of them has been starved."""
 _DIRECTIVE = re.compile(r"\[\[([a-z0-9]+)(?::([0-9.]+))?\]\]")
@@ -226,28 +228,36 @@ def _problem(path: str, body: Any, model: str) -> web.Response | None:
 def _completion(path: str, body: dict[str, Any], prompt: str, model: str) -> web.Response:
     digest = hashlib.sha256(prompt.encode()).hexdigest()
     text = f"The answer is {digest[:12]}."
-    given, made = len(prompt.split()) + 4, 6
+    count = body.get("n") or 1
+    given, made = len(prompt.split()) + 4, 6 * count
+    details = {"cached_tokens": given // 2, "created_cache_tokens": 0, "multimodal_tokens": None}
     answer: dict[str, Any] = {
         "id": f"{_ENDPOINTS[path]}-{digest[:16]}",
-        "object": "chat.completion" if path == "/v1/chat/completions" else "text_completion",
         "created": int(time.time()),
         "model": model,
-        "choices": [],
+        "service_tier": None,
+        "system_fingerprint": f"vllm-{VERSION}-fake",
         "usage": {
             "prompt_tokens": given,
             "total_tokens": given + made,
             "completion_tokens": made,
-            "prompt_tokens_details": {"cached_tokens": given // 2},
+            "prompt_tokens_details": details,
+            "completion_tokens_details": None,
         },
+        **dict.fromkeys(("kv_transfer_params", "ec_transfer_params", "metrics")),
     }
-    for index in range(body.get("n", 1)):
-        choice: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": "stop", "stop_reason": None}
-        if path == "/v1/chat/completions":
-            choice["message"] = {"role": "assistant", "content": text, "refusal": None, "tool_calls": []}
-        else:
-            choice["text"] = text
-        answer["choices"].append(choice)
-    return _json(answer)
+    choices: list[dict[str, Any]] = [
+        {"index": index, "finish_reason": "stop", **dict.fromkeys(_EMPTY_IN_CHOICES)} for index in range(count)
+    ]
+    if path == "/v1/chat/completions":
+        answer |= {"object": "chat.completion", **dict.fromkeys(("prompt_logprobs", "prompt_token_ids", "prompt_text"))}
+        for choice in choices:
+            choice["message"] = {"role": "assistant", "content": text, **dict.fromkeys(_EMPTY_IN_MESSAGES)}
+    else:
+        answer["object"] = "text_completion"
+        for choice in choices:
+            choice |= {"text": text, "prompt_logprobs": None, "prompt_token_ids": None}
+    return _json({**answer, "choices": choices})
 
 
 def _json(content: Any, status: int = 200) -> web.Response:

@@ -126,7 +126,7 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_seconds: float 
 
 
 def start_process(config: Path, ledger_url: str, engine: str, **overrides: Any) -> subprocess.Popen[bytes]:
-    """Start a worker as a process; `engine` is a URL or `child:JOURNAL`. It prints its Life."""
+    """Start a worker as a process; `engine`: a URL, `vllm` or `child:JOURNAL`. It prints its Life."""
     arguments = [str(config), ledger_url, engine, msgspec.json.encode(overrides).decode()]
     return subprocess.Popen(
         [sys.executable, "-m", "tests.fakes.workers", *arguments], stdout=subprocess.PIPE, cwd=REPOSITORY
@@ -142,6 +142,8 @@ def main() -> None:
     if engine_word.startswith("child:"):
         journal = engine_word.removeprefix("child:")
         engine = child_engine(Path(journal).with_suffix(".log"), "--journal", journal, "--delay", "0.05")
+    if engine_word == "vllm":
+        engine = VllmServer(MODEL, settings.models[MODEL], Path(file).with_suffix(".log"))
     ledger = Ledger.open(ledger_url, lease_seconds=settings.worker.lease_seconds)
     report = make_worker(ledger, ObjectStore.open(settings.store), settings, engine).run()
     usage = resource.getrusage(resource.RUSAGE_SELF)

@@ -1,0 +1,163 @@
+"""The real vLLM: the fake engine speaks as it does, a worker runs on it, and nothing of it outlives a killed worker."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from batch_pipeline.embedded.model import make_smollm2, make_tiny
+from batch_pipeline.engine import Answer, EngineClient, VllmServer
+from batch_pipeline.ledger import Ledger
+from batch_pipeline.models import Model
+from batch_pipeline.settings import Settings
+from batch_pipeline.store import ObjectStore
+from tests.fakes import engine as fake_engine
+from tests.fakes.batches import chat_request, make_batch
+from tests.fakes.workers import MODEL, REPOSITORY, attached, lines_of, make_worker, quick, start_process, wait_until
+
+# Three starts of the engine: minutes each on a busy machine.
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+HELLO = {"model": MODEL, "messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 4}
+ONCE = {"model": MODEL, "prompt": "Hello", "max_tokens": 4}
+GOOD = [(CHAT, HELLO), (CHAT, {**HELLO, "n": 2}), (TEXT, ONCE)]
+BAD: list[tuple[str, Any]] = [
+    (CHAT, {**HELLO, "model": "another"}),
+    (CHAT, {"model": MODEL}),
+    (CHAT, []),
+    (CHAT, {**HELLO, "messages": "no list"}),
+    (CHAT, {**HELLO, "temperature": -1}),
+    (CHAT, {**HELLO, "max_tokens": 0}),
+    (CHAT, {**HELLO, "max_tokens": 5000}),
+    (TEXT, {"model": MODEL}),
+    ("/v1/embeddings", {"model": MODEL, "input": "x"}),
+]
+
+
+def ask(url: str, questions: list[tuple[str, Any]]) -> list[Answer]:
+    """Return an engine's answers to these, one after the other."""
+
+    async def all_of_them() -> list[Answer]:
+        async with EngineClient(url, 300.0) as client:
+            return [await client.complete(endpoint, json.dumps(body).encode()) for endpoint, body in questions]
+
+    return asyncio.run(all_of_them())
+
+
+def shape(value: Any) -> Any:
+    """Return which fields an answer has, at every depth, without their values."""
+    if isinstance(value, dict):
+        return {key: shape(inner) for key, inner in value.items()}
+    return [shape(inner) for inner in value] if isinstance(value, list) else None
+
+
+@pytest.fixture(scope="module")
+def real_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """vLLM with SmolLM2, started once for this module; its loop runs in a thread of its own."""
+    model = Model(
+        source=str(make_smollm2(REPOSITORY / "var" / "models")),
+        context_length=fake_engine.CONTEXT,
+        engine_arguments=["--dtype", "float32", "--enforce-eager"],
+        engine_environment={"VLLM_CPU_KVCACHE_SPACE": "1"},
+    )
+    server = VllmServer(MODEL, model, tmp_path_factory.mktemp("engine") / "engine.log")
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+
+    def wait_for(work: Coroutine[Any, Any, None]) -> None:
+        asyncio.run_coroutine_threadsafe(work, loop).result()
+
+    try:
+        wait_for(server.start())
+        wait_for(server.wait_ready())
+        yield server.url
+    finally:
+        wait_for(server.stop())
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+def test_the_fake_answers_in_the_form_of_the_real_engine(real_url: str) -> None:
+    with fake_engine.running() as fake:
+        pretended = ask(fake.url, GOOD)
+    for question, real, answer in zip(GOOD, ask(real_url, GOOD), pretended, strict=True):
+        assert (real.status, answer.status) == (200, 200), question
+        assert shape(json.loads(answer.body)) == shape(json.loads(real.body)), question
+        assert real.request_id.startswith(answer.request_id.partition("-")[0])
+        assert min(real.input_tokens, real.output_tokens, answer.input_tokens, answer.output_tokens) > 0
+
+
+def test_the_fake_refuses_what_the_real_engine_refuses(real_url: str) -> None:
+    with fake_engine.running() as fake:
+        pretended = ask(fake.url, BAD)
+    for question, real, answer in zip(BAD, ask(real_url, BAD), pretended, strict=True):
+        assert 400 <= real.status < 500, question
+        assert answer.status == real.status, question
+        assert shape(json.loads(answer.body)) == shape(json.loads(real.body)), question
+
+
+def test_a_worker_runs_a_batch_on_the_real_engine(
+    real_url: str, sqlite_url: str, store: ObjectStore, settings: Settings
+) -> None:
+    ledger = Ledger.open(sqlite_url)
+    questions = ["What is the capital of France?", "What colour is the sky?", "How many legs has a dog?", "Say yes."]
+    requests = [chat_request(index, question, 12) for index, question in enumerate(questions * 2)]
+    requests[5] = chat_request(5, "too much", 5000)
+    batch = make_batch(ledger, store, [requests[:4], requests[4:]])
+    report = make_worker(ledger, store, quick(settings), attached(real_url)).run()
+    assert (report.chunks, report.requests) == (2, 8)
+    lines = lines_of(ledger, store, batch.batch_id)
+    assert {index: line["response"]["status_code"] for index, line in lines.items()} == {
+        index: 400 if index == 5 else 200 for index in range(8)
+    }
+    assert "5000" in lines[5]["response"]["body"]["error"]["message"]
+    assert "Paris" in lines[0]["response"]["body"]["choices"][0]["message"]["content"]
+    (chunk, _) = ledger.chunks.of(batch.batch_id)
+    assert chunk.result is not None
+    assert chunk.result.engine_version == "0.32.0"
+
+
+def test_a_killed_engine_core_is_started_again_and_nothing_outlives_a_killed_worker(
+    sqlite_url: str, store: ObjectStore, settings_file: Path
+) -> None:
+    ledger = Ledger.open(sqlite_url)
+    tiny = make_tiny(REPOSITORY / "var" / "models")
+    requests = [chat_request(index, f"say {index}", 200) for index in range(40)]
+    batch = make_batch(ledger, store, [requests])
+    model = {
+        "source": str(tiny),
+        "max_in_flight": 8,
+        "engine_arguments": ["--dtype", "float32", "--enforce-eager"],
+        "engine_environment": {"VLLM_CPU_KVCACHE_SPACE": "1"},
+    }
+    with start_process(settings_file, sqlite_url, "vllm", model=model, warm_seconds=600.0) as process:
+        try:
+            worker = psutil.Process(process.pid)
+            wait_until(lambda: saved(ledger, batch.batch_id) >= 8, "some requests are saved", 500)
+            (core,) = [child for child in worker.children(recursive=True) if "EngineCore" in " ".join(child.cmdline())]
+            core.kill()
+            wait_until(lambda: len(lines_of(ledger, store, batch.batch_id)) == 40, "the batch is done", 500)
+            family = worker.children(recursive=True)
+            assert len(family) >= 3, "the guard, the server and the core"
+        finally:
+            process.kill()
+    gone, alive = psutil.wait_procs(family, timeout=60)
+    assert alive == []
+    assert len(gone) == len(family)
+    lines = lines_of(ledger, store, batch.batch_id)
+    assert all(line["error"] is None and line["response"]["status_code"] == 200 for line in lines.values())
+    assert sum(chunk.token for chunk in ledger.chunks.of(batch.batch_id)) == 1, "the worker never let go of it"
+
+
+def saved(ledger: Ledger, batch_id: str) -> int:
+    """How many requests of a batch's chunks the checkpoints hold."""
+    return sum(part.requests for chunk in ledger.chunks.of(batch_id) for part in chunk.parts)
