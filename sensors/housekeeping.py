@@ -30,7 +30,7 @@ class HousekeepingConfig(dg.Config):
 
 
 @dg.op(
-    name="housekeeping",
+    name="tidy_up",
     description=(
         "Remove what is over, as the section [retention] of the configuration says: rows of chunks, objects that no "
         "final file needs, expired files, old partitions. Bounded; killed anywhere it is gone on with by the next run."
