@@ -78,7 +78,7 @@ def take_drops(
         try:
             done = _deal_with(listed.key, ledger=ledger, store=store, settings=settings)
         except StoreError:
-            _log.exception("%s is left for later", listed.key)
+            _log.exception("%r is left for later", listed.key)
             failures += 1
             if failures == _MOST_FAILURES:
                 break
@@ -178,7 +178,7 @@ def _take_or_reject(drop: Drop, *, ledger: Ledger, store: ObjectStore, settings:
             return _reject(drop, error, store)
         return _take(drop, options, ledger=ledger, store=store, settings=settings)
     except (PreconditionFailed, ObjectMissing):
-        _log.info("%s was changed while it was taken; it is looked at again", drop.info.key)
+        _log.info("%r was changed while it was taken; it is looked at again", drop.info.key)
         return None
 
 
@@ -294,3 +294,6 @@ def _copy_once(info: ObjectInfo, target: str, store: ObjectStore) -> ObjectInfo:
     if copied is None or copied.size != info.size:
         raise ObjectMissing(f"copying {info.key}: the copy is not there")
     return copied
+
+
+__all__ = ["Taken", "awaited_ids", "take_drops"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -16,11 +18,12 @@ from batch_pipeline.ledger import Ledger
 from batch_pipeline.ledger.records import Batch, BatchStatus, Lease, Stored, WorkerState
 from batch_pipeline.results import collect, demand, manifest, outbox
 from batch_pipeline.results.audit import audit
-from batch_pipeline.results.merge import merge
+from batch_pipeline.results.merge import _stopped_chunks, merge
 from batch_pipeline.results.status import current_status
 from batch_pipeline.results.verify import verify
 from batch_pipeline.settings import Retention, Settings
 from batch_pipeline.store import ObjectStore, keys
+from batch_pipeline.wire import chunk_files
 from tests.fakes import answered
 from tests.fakes.clock import SteppedClock
 from tests.fakes.faults import Faults, Killed
@@ -139,7 +142,7 @@ def final_bytes(house: House, batch: Batch) -> dict[str, bytes]:
     return {key: house.store.get(key) for key in sorted(house.keys(keys.final(batch.batch_id, "")))}
 
 
-def test_the_life_after_the_end_step_by_step(house: House) -> None:
+def test_the_life_after_the_end_step_by_step(house: House, tmp_path: Path) -> None:
     batch = run_to_end(house)
     folder = keys.batch(batch.batch_id)
     files = final_bytes(house, batch)
@@ -176,7 +179,7 @@ def test_the_life_after_the_end_step_by_step(house: House) -> None:
         lambda: verify(batch.batch_id, ledger=house.ledger, store=house.store),
         lambda: audit(batch.batch_id, ledger=house.ledger, store=house.store),
         lambda: demand.summarise(batch.batch_id, house.ledger, house.store),
-        lambda: collect.collect(gone, house.began and __import__("pathlib").Path("nowhere"), house.store),
+        lambda: collect.collect(gone, tmp_path, house.store),
     ):
         with pytest.raises(NotAllowedInState, match="were removed 33 days after its end"):
             reading()
@@ -311,9 +314,8 @@ def test_at_any_moment_of_a_batchs_life_housekeeping_costs_it_nothing(house: Hou
     assert verify(batch.batch_id, ledger=ledger, store=store).problems == []
 
 
-def _attempt(house: House, lease: Lease, chance: random.Random, pause: object) -> None:
+def _attempt(house: House, lease: Lease, chance: random.Random, pause: Callable[[], None]) -> None:
     """A worker that saves, stalls, gives way, dies or commits."""
-    assert callable(pause)
     indexes = CHUNKS[lease.ref.chunk]
     known = {request for part in lease.parts for request in _indexes(house, part.key)}
     left = [index for index in indexes if index not in known]
@@ -335,13 +337,11 @@ def _attempt(house: House, lease: Lease, chance: random.Random, pause: object) -
 
 
 def _indexes(house: House, key: str) -> list[int]:
-    from batch_pipeline.wire import chunk_files
-
     return [request.index for request in chunk_files.read_part(house.store.get(key))]
 
 
 def test_uploads_that_never_became_a_batch_go_and_those_that_will_stay(house: House) -> None:
-    orphan, awaited = ids.new_batch_id(), None
+    orphan = ids.new_batch_id()
     house.store.put(keys.input_file(orphan), b"x")
     house.store.put("inbox/acme/next.jsonl", b"y")
     info = house.store.head("inbox/acme/next.jsonl")
@@ -389,8 +389,6 @@ def test_a_merge_that_comes_late_finds_the_batch_ended_and_writes_nothing(house:
     files = final_bytes(house, batch)
     house.clock.advance(3600)
     house.tidy()
-    from batch_pipeline.results.merge import _stopped_chunks
-
     assert _stopped_chunks(late, ledger) is None
     assert final_bytes(house, batch) == files
 

@@ -1,0 +1,111 @@
+"""What leaves the ledger, on SQLite and Postgres; and tables of an older release."""
+
+from __future__ import annotations
+
+import pytest
+import sqlalchemy as sa
+
+from batch_pipeline.errors import LeaseLost
+from batch_pipeline.ledger import Ledger, schema
+from batch_pipeline.ledger.records import Stored
+from tests.fakes.clock import SteppedClock
+from tests.fakes.ledger_values import MODEL, finish, part_of, result_of, submitted
+
+
+@pytest.fixture
+def clock() -> SteppedClock:
+    return SteppedClock()
+
+
+@pytest.fixture
+def ledger(ledger_url: str, clock: SteppedClock) -> Ledger:
+    return Ledger.open(ledger_url, clock=clock)
+
+
+def test_chunks_leave_once_and_their_sums_stay(ledger: Ledger, clock: SteppedClock) -> None:
+    batch = submitted(ledger, "one", [MODEL, "model-b", MODEL])
+    other = submitted(ledger, "two")
+    leases = [*ledger.chunks.lease("w", MODEL, 3, [batch.batch_id]), *ledger.chunks.lease("w", "model-b", 1)]
+    ledger.chunks.checkpoint(leases[0].ref, part_of(leases[0], 0))
+    for lease in leases:
+        ledger.chunks.commit(lease.ref, result_of(lease))
+    finish(ledger, batch.batch_id)
+    lanes = ledger.batches.lanes(batch.batch_id)
+    retention = ledger.retention
+    assert retention.to_archive(clock.time - 1, 10) == []
+    assert [found.batch_id for found in retention.to_archive(clock.time, 10)] == [batch.batch_id]
+
+    gone = retention.archive(batch.batch_id, 3)
+
+    assert (gone.chunks, gone.events) == (3, 6)
+    assert retention.archive(batch.batch_id, 3) == (0, 0)
+    assert ledger.chunks.of(batch.batch_id) == []
+    assert ledger.batches.lanes(batch.batch_id) == lanes
+    assert len(ledger.chunks.of(other.batch_id)) == 1
+    assert [event.event for event in ledger.events.of(batch.batch_id)][-1] == "archived"
+    with pytest.raises(LeaseLost, match="gone"):
+        ledger.chunks.commit(leases[0].ref, result_of(leases[0]))
+    with pytest.raises(LeaseLost):
+        ledger.chunks.release(leases[1].ref, "late")
+
+
+def test_what_is_noted_of_objects_goes_forward_only(ledger: Ledger, clock: SteppedClock) -> None:
+    batch = submitted(ledger, "one")
+    (lease,) = ledger.chunks.lease("w", MODEL, 1)
+    ledger.chunks.commit(lease.ref, result_of(lease))
+    batch_id = finish(ledger, batch.batch_id).batch_id
+    retention = ledger.retention
+    assert retention.with_work(clock.time, 10) == [], "its chunks are in the ledger"
+    retention.archive(batch_id, 1)
+    assert [found.batch_id for found in retention.with_work(clock.time, 10)] == [batch_id]
+    for _ in range(2):
+        retention.begin_work_removal(batch_id)
+        assert [found.batch_id for found in retention.with_work(clock.time, 10)] == [batch_id]
+    retention.end_work_removal(batch_id)
+    assert (retention.with_work(clock.time, 10), ledger.batches.get(batch_id).stored) == ([], Stored.FILES)
+    assert retention.still_stored([batch_id, "batch_unknown"]) == {batch_id}
+    clock.advance(100)
+    assert retention.ended_before([batch_id, "batch_unknown"], clock.time) == {batch_id}
+    for _ in range(2):
+        retention.begin_file_removal(batch_id)
+        retention.end_file_removal(batch_id)
+        retention.end_work_removal(batch_id)
+    after = ledger.batches.get(batch_id)
+    assert (after.stored, after.files_removed_at) == (Stored.NOTHING, clock.time)
+    assert retention.with_objects(clock.time, 10) == []
+    assert retention.still_stored([batch_id]) == set()
+    assert list(ledger.events.of(batch_id)) == []
+    assert ledger.batches.publishable() == []
+
+
+def test_chunks_with_leftovers_are_those_with_an_attempt_in_vain(ledger: Ledger, clock: SteppedClock) -> None:
+    batch = submitted(ledger, "one", [MODEL] * 4)
+    leases = ledger.chunks.lease("w", MODEL, 4)
+    assert ledger.retention.chunks_with_leftovers(("", -1), 10) == []
+    ledger.chunks.release(leases[1].ref, "gives way")
+    ledger.chunks.release(leases[2].ref, "gives way")
+    ledger.chunks.commit(leases[0].ref, result_of(leases[0]))
+    ledger.chunks.lease("w", MODEL, 1)
+    found = ledger.retention.chunks_with_leftovers(("", -1), 10)
+    assert [(chunk.chunk, chunk.state) for chunk in found] == [(1, "leased"), (2, "pending")]
+    assert [chunk.chunk for chunk in ledger.retention.chunks_with_leftovers((batch.batch_id, 1), 10)] == [2]
+
+
+def test_tables_of_the_first_version_are_brought_up_to_date(ledger_url: str, clock: SteppedClock) -> None:
+    ledger = Ledger.open(ledger_url, clock=clock)
+    batch = submitted(ledger, "one")
+    new = ("archived_at", "archived_lanes", "work_removed_at", "files_removed_at", "stored")
+    with ledger._database.write() as tx:
+        for index in ("batches_unarchived", "batches_with_work", "batches_with_objects"):
+            tx.connection.execute(sa.text(f"DROP INDEX {index}"))
+        for column in new:
+            tx.connection.execute(sa.text(f"ALTER TABLE batches DROP COLUMN {column}"))
+        tx.connection.execute(schema.schema_info.update().values(version=1))
+    ledger.close()
+    upgraded = Ledger.open(ledger_url, clock=clock)
+    assert upgraded.batches.get(batch.batch_id) == batch
+    assert upgraded.retention.to_archive(clock.time, 10) == []
+    names = {index["name"] for index in sa.inspect(upgraded._database.engine).get_indexes("batches")}
+    assert {"batches_unarchived", "batches_with_work", "batches_with_objects"} <= names
+    Ledger.open(ledger_url, clock=clock).close()
+    upgraded.close()
