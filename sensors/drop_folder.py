@@ -15,7 +15,7 @@ from batch_pipeline.intake import drop
 from batch_pipeline.ledger.records import Batch
 from batch_pipeline.settings import Settings
 from resources import Parts, Service
-from sensors.runs import partitions_under_way, pause_seconds
+from sensors.runs import partitions_under_way, pause_seconds, store_watch
 
 
 def drop_folder_sensor(settings: Settings, intake_job: UnresolvedAssetJobDefinition) -> dg.SensorDefinition:
@@ -34,7 +34,8 @@ def drop_folder_sensor(settings: Settings, intake_job: UnresolvedAssetJobDefinit
     def drop_folder(context: dg.SensorEvaluationContext, service: Service) -> dg.SensorResult | dg.SkipReason:
         parts = service.open()
         limit = settings.scheduling.sensor_batch
-        taken = drop.take_drops(ledger=parts.ledger, store=parts.store, settings=parts.settings, limit=limit)
+        with store_watch(parts.ledger):
+            taken = drop.take_drops(ledger=parts.ledger, store=parts.store, settings=parts.settings, limit=limit)
         busy = partitions_under_way(context.instance, intake_job.name)
         due = [batch for batch in parts.ledger.batches.awaiting_intake(limit) if batch.batch_id not in busy]
         if not due:

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import dagster as dg
 from dagster import DagsterRunStatus, RunsFilter
+
+from batch_pipeline.errors import StoreError
+from batch_pipeline.ledger import Ledger, notices
+from batch_pipeline.plain import one_line
 
 UNDER_WAY = [
     DagsterRunStatus.QUEUED,
@@ -30,3 +37,17 @@ def count_under_way(instance: dg.DagsterInstance, job_name: str) -> int:
 def pause_seconds(attempts: int, first: float) -> float:
     """Return the pause before a step's run is requested again after so many requests: doubling, at most 10 minutes."""
     return min(first * 2.0 ** min(attempts, 16), LONGEST_PAUSE_SECONDS)
+
+
+@contextmanager
+def store_watch(ledger: Ledger) -> Iterator[None]:
+    """Let every batch's status say that the object store is away while what stands within fails for it.
+
+    Raises the StoreError again: the tick has failed, and Dagster's UI shows it too.
+    """
+    try:
+        yield
+    except StoreError as error:
+        ledger.notices.post(notices.STORE, f"the object store cannot be used: {one_line(str(error))}")
+        raise
+    ledger.notices.clear(notices.STORE)

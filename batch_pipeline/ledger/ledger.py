@@ -8,6 +8,7 @@ from batch_pipeline.ledger.batches import Batches
 from batch_pipeline.ledger.chunks import Chunks
 from batch_pipeline.ledger.database import Clock, Database
 from batch_pipeline.ledger.events import Events
+from batch_pipeline.ledger.notices import Notices
 from batch_pipeline.ledger.retention import Retention
 from batch_pipeline.ledger.schema import batches, is_open, lanes
 from batch_pipeline.ledger.workers import Workers
@@ -24,6 +25,7 @@ class Ledger:
         self.chunks = Chunks(database, lease_seconds, max_failures)
         self.workers = Workers(database, lease_seconds)
         self.events = Events(database)
+        self.notices = Notices(database)
         self.retention = Retention(database)
 
     @classmethod

@@ -198,6 +198,15 @@ workers = sa.Table(
 )
 sa.Index("workers_by_model", workers.c.model, workers.c.seen_at)
 
+notices = sa.Table(
+    "notices",
+    metadata,
+    sa.Column("name", sa.String(64), primary_key=True),
+    sa.Column("text", sa.Text, nullable=False, comment="What holds up every batch, for a status to say"),
+    sa.Column("since", sa.Double, nullable=False),
+    sa.Column("seen_at", sa.Double, nullable=False, comment="When it was last found to be so"),
+)
+
 events = sa.Table(
     "events",
     metadata,

@@ -11,7 +11,6 @@ import msgspec
 
 from batch_pipeline.ledger import Ledger
 from batch_pipeline.ledger.records import Batch, BatchError, BatchStatus, Lane
-from batch_pipeline.ledger.records import Worker as LedgerWorker
 from batch_pipeline.results.manifest import Counts, Usage
 from batch_pipeline.scheduling.explain import LaneView, Situation, WorkerView, estimate_finish, explain
 from batch_pipeline.settings import Settings
@@ -133,8 +132,7 @@ def current_status(batch_id: str, *, ledger: Ledger, settings: Settings, folder:
         if again.revision == batch.revision:
             break
         batch = again
-    workers = [] if batch.status.is_final else ledger.workers.of_models(batch.models)
-    reason = explain(_situation(again, lanes, workers, as_of, settings))
+    reason = explain(_situation(again, lanes, ledger, as_of, settings))
     finish = estimate_finish(
         now=as_of,
         started_at=batch.in_progress_at,
@@ -197,9 +195,9 @@ def batch_object(
     )
 
 
-def _situation(
-    batch: Batch, lanes: Sequence[Lane], workers: Sequence[LedgerWorker], now: float, settings: Settings
-) -> Situation:
+def _situation(batch: Batch, lanes: Sequence[Lane], ledger: Ledger, now: float, settings: Settings) -> Situation:
+    over = batch.status.is_final
+    workers = [] if over else ledger.workers.of_models(batch.models)
     return Situation(
         status=batch.status,
         outcome=batch.outcome,
@@ -218,6 +216,7 @@ def _situation(
             for worker in workers
         ],
         lease_seconds=settings.worker.lease_seconds,
+        notices=[] if over else ledger.notices.current(),
     )
 
 

@@ -42,12 +42,19 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     workers: list[WorkerView]
     lease_seconds: float
     """A worker that was silent for longer is not counted as there."""
+    notices: list[str] = []
+    """What holds up every batch, for instance that the object store is away."""
 
 
 def explain(situation: Situation) -> str | None:
     """Return what the batch is waiting for, as a phrase for customers and operators; None after the end."""
     if situation.status in ("completed", "failed", "expired", "cancelled"):
         return None
+    reason = _reason(situation)
+    return "; ".join([reason, *(notice for notice in situation.notices if notice not in reason)])
+
+
+def _reason(situation: Situation) -> str:
     if not situation.intake_done:
         return _run("validation", situation.intake_attempts)
     waiting = [lane for lane in situation.lanes if lane.pending or lane.leased]
@@ -73,13 +80,17 @@ def _lane(lane: LaneView, situation: Situation) -> str:
         for worker in situation.workers
         if worker.model == lane.model and worker.serves_batch and worker.silent_seconds <= situation.lease_seconds
     ]
-    states = {worker.state for worker in workers}
-    if lane.leased and "ready" in states:
-        return f"running on {lane.model}"
-    if "ready" in states:
+    ready = [worker for worker in workers if worker.state == "ready"]
+    starting = [worker for worker in workers if worker.state == "starting"]
+    if lane.leased and ready:
+        # What holds all of them up holds the batch up; what holds up one of several only makes it slower.
+        trouble = "" if any(worker.detail is None for worker in ready) else f", held up: {ready[0].detail}"
+        return f"running on {lane.model}{trouble}"
+    if ready:
         return f"waiting for a worker of {lane.model} that is busy with other batches"
-    if "starting" in states:
-        return f"waiting for a worker of {lane.model}: its engine is loading the model"
+    if starting:
+        doing = starting[0].detail or "its engine is loading the model"
+        return f"waiting for a worker of {lane.model}: {doing}"
     # A worker that failed is not heard of again, so its age does not matter: the newest one counts.
     told = [worker for worker in situation.workers if worker.model == lane.model]
     if told and told[0].state == "failed":

@@ -1,0 +1,45 @@
+"""What holds up every batch at once, kept where every status is made: for instance that the object store is away.
+
+A status.json cannot be written then; the ledger still can say why (invariant I9). A notice counts for as long as it is
+repeated: one whose reporter died is forgotten by itself.
+"""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+
+from batch_pipeline.ledger.database import Database
+from batch_pipeline.ledger.schema import notices
+from batch_pipeline.ledger.transitions import insert_for
+
+STORE = "store"
+"""The object store cannot be reached."""
+_MOST_CHARACTERS = 500
+
+
+class Notices:
+    """Each function is one transaction; repeating it changes nothing more."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def post(self, name: str, text: str) -> None:
+        """Say what is wrong, or that it still is. Killed before, it is not said; it is repeated by whoever sees it."""
+        with self._database.write() as tx:
+            values = {"text": text[:_MOST_CHARACTERS], "seen_at": tx.now}
+            insert = insert_for(tx, notices).values(name=name, since=tx.now, **values)
+            tx.connection.execute(insert.on_conflict_do_update(index_elements=[notices.c.name], set_=values))
+
+    def clear(self, name: str) -> None:
+        """Say that it is over; writes only where there is a notice."""
+        with self._database.read() as tx:
+            if tx.connection.execute(sa.select(notices.c.name).where(notices.c.name == name)).first() is None:
+                return
+        with self._database.write() as tx:
+            tx.connection.execute(notices.delete().where(notices.c.name == name))
+
+    def current(self, within_seconds: float = 120.0) -> list[str]:
+        """Return the texts of what was said lately, the oldest trouble first."""
+        with self._database.read() as tx:
+            query = sa.select(notices.c.text).where(notices.c.seen_at > tx.now - within_seconds)
+            return list(tx.connection.execute(query.order_by(notices.c.since, notices.c.name)).scalars())
