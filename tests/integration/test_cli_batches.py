@@ -405,3 +405,24 @@ def test_doctor_says_what_to_mend(
     printed = capsys.readouterr().out
     assert "mend object store" in printed
     assert "start the engine, or set models.smollm2-135m.engine_url to its address" in printed
+
+
+def test_housekeeping_says_what_it_would_remove_and_removes_it(
+    cli: Run, parts: Parts, requests: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("BATCH_PIPELINE__RETENTION__LEDGER_MINUTES", "0.000001")
+    monkeypatch.setenv("BATCH_PIPELINE__RETENTION__WORK_HOURS", "0.0000001")
+    assert cli("submit", requests, "--customer", "acme") == 0
+    batch_id = capsys.readouterr().out.strip()
+    assert cli("housekeeping") == 0
+    assert capsys.readouterr().out == "nothing to remove\n"
+    complete(batch_id, parts)
+    assert cli("housekeeping", "--dry-run") == 0
+    assert "archive: 1 (0 objects, 3 rows) would be removed" in capsys.readouterr().out
+    assert len(parts.ledger.chunks.of(batch_id)) == 1
+    assert cli("housekeeping", "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [removal["step"] for removal in report["report"]["removals"]] == ["archive", "work"]
+    assert cli("verify", batch_id) == 0
+    assert cli("audit", batch_id, "--custom-id", "a") == 0
+    assert "what the workers wrote was removed" in capsys.readouterr().out

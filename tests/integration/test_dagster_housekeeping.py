@@ -1,0 +1,96 @@
+"""Housekeeping as a Dagster job, and the partitions of batches that are long over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import dagster as dg
+import pytest
+from dagster import DagsterRunStatus
+from dagster._core.test_utils import create_run_for_test
+
+from batch_pipeline import settings as configuration
+from batch_pipeline.housekeeping import partitions_to_delete
+from batch_pipeline.ledger import Ledger
+from batch_pipeline.settings import CONFIG_VARIABLE, Retention
+from batch_pipeline.store import ObjectStore
+from sensors.housekeeping import delete_partitions
+from tests.fakes import answered
+from tests.fakes.clock import SteppedClock
+from tests.fakes.ledger_values import MODEL, finish, result_of, submitted
+
+DAY = 86_400.0
+
+
+@pytest.fixture
+def instance(tmp_path: Path) -> Iterator[dg.DagsterInstance]:
+    with dg.instance_for_test(temp_dir=str(tmp_path)) as instance:
+        yield instance
+
+
+def _ended(ledger: Ledger, name: str) -> str:
+    batch_id = submitted(ledger, name).batch_id
+    (lease,) = ledger.chunks.lease("w", MODEL, 1, [batch_id])
+    ledger.chunks.commit(lease.ref, result_of(lease))
+    return finish(ledger, batch_id).batch_id
+
+
+def test_old_partitions_go_but_never_one_with_a_run_under_way(instance: dg.DagsterInstance, sqlite_url: str) -> None:
+    clock = SteppedClock()
+    ledger = Ledger.open(sqlite_url, clock=clock)
+    old = [_ended(ledger, f"old-{number}") for number in range(4)]
+    clock.advance(31 * DAY)
+    new, running = _ended(ledger, "new"), submitted(ledger, "running", window_seconds=3600).batch_id
+    keys = [old[0], "not-a-batch", *old[1:], new, running]
+    instance.add_dynamic_partitions("batches", keys)
+    tags = {"dagster/partition": old[1]}
+    busy = create_run_for_test(instance, job_name="merge", status=DagsterRunStatus.STARTED, tags=tags)
+    retention = Retention(per_run=2)
+
+    assert delete_partitions(instance, ledger, retention, dry_run=True) == 1
+    assert list(instance.get_dynamic_partitions("batches")) == keys
+    for _ in range(3):
+        delete_partitions(instance, ledger, Retention())
+    assert set(instance.get_dynamic_partitions("batches")) == {"not-a-batch", old[1], new, running}
+
+    instance.report_run_canceled(busy)
+    assert delete_partitions(instance, ledger, retention) == 1
+    assert set(instance.get_dynamic_partitions("batches")) == {"not-a-batch", new, running}
+
+
+def test_no_partition_goes_while_a_run_of_a_range_is_under_way(instance: dg.DagsterInstance, sqlite_url: str) -> None:
+    clock = SteppedClock()
+    ledger = Ledger.open(sqlite_url, clock=clock)
+    old = _ended(ledger, "old")
+    clock.advance(31 * DAY)
+    instance.add_dynamic_partitions("batches", [old])
+    tags = {"dagster/asset_partition_range_start": "a", "dagster/asset_partition_range_end": "b"}
+    create_run_for_test(instance, status=DagsterRunStatus.STARTED, tags=tags)
+    assert delete_partitions(instance, ledger, Retention()) == 0
+    assert instance.has_dynamic_partition("batches", old)
+
+
+def test_which_partitions_may_go_is_a_pure_choice() -> None:
+    assert partitions_to_delete(["a", "b", "c", "d"], {"a", "c", "d"}, {"c"}, 5) == ["a", "d"]
+    assert partitions_to_delete(["a", "b", "c", "d"], {"a", "c", "d"}, {"c"}, 1) == ["a"]
+
+
+def test_the_job_runs_and_has_a_schedule(
+    instance: dg.DagsterInstance, settings_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with settings_file.open("a", encoding="utf-8") as file:
+        file.write("\n[retention]\nledger_minutes = 0.0001\n")
+    monkeypatch.setenv(CONFIG_VARIABLE, str(settings_file))
+    from batch_pipeline.definitions import make_definitions
+
+    settings = configuration.load()
+    ledger, store = Ledger.from_settings(settings), ObjectStore.open(settings.store)
+    batch = answered.create(ledger, store, [])
+    assert batch.archived_at is None
+    definitions = make_definitions(settings)
+    repository = definitions.get_repository_def()
+    schedule = repository.get_schedule_def("housekeeping")
+    assert (schedule.cron_schedule, schedule.job_name) == ("*/30 * * * *", "housekeeping")
+    result = definitions.resolve_job_def("housekeeping").execute_in_process(instance=instance)
+    assert result.success
