@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 from rich.console import Console
+from rich.text import Text
 
 from batch_pipeline import settings as configuration
+from batch_pipeline.plain import printable
 
 if TYPE_CHECKING:
     from batch_pipeline.ledger import Ledger
@@ -85,9 +87,17 @@ def make_console(*, to_stderr: bool = False) -> Console:
     """Return a console that cuts nothing off where nobody looks at it, and sees no markup in what customers sent."""
     stream = sys.stderr if to_stderr else sys.stdout
     width = None if stream.isatty() else NARROWEST
-    return Console(stderr=to_stderr, width=width, highlight=False, markup=False, emoji=False)
+    return PlainConsole(stderr=to_stderr, width=width, highlight=False, markup=False, emoji=False)
+
+
+class PlainConsole(Console):
+    """A console on which nothing that it shows can act: control characters of customers and engines are escaped."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Return the text as it is shown."""
+        return super().render_str(printable(text), **options)
 
 
 def print_json(value: Any) -> None:
     """Print a value as one JSON document, indented for people, on stdout and nowhere else."""
-    click.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
+    click.echo(printable(msgspec.json.format(msgspec.json.encode(value), indent=2).decode()))

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from batch_pipeline.cli.app import App, pass_app, print_json
+from batch_pipeline.plain import printable
 
 if TYPE_CHECKING:
     from batch_pipeline.cli.checks import Finding
@@ -41,7 +42,9 @@ def doctor(app: App, as_json: bool) -> int:
 
 
 def _show(console: Console, finding: Finding) -> None:
-    console.print(Text.assemble((f"{finding.state:<5}", _STYLES[finding.state]), f"{finding.part}: {finding.detail}"))
+    console.print(
+        Text.assemble((f"{finding.state:<5}", _STYLES[finding.state]), printable(f"{finding.part}: {finding.detail}"))
+    )
     if finding.mend is not None:
         console.print(f"     mend: {finding.mend}")
 

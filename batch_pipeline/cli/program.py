@@ -18,6 +18,7 @@ import click
 from batch_pipeline.cli import batches, doctor, files, operating, proofs, tidying
 from batch_pipeline.cli.app import CANNOT_SERVE, FAILED, INTERRUPTED, App
 from batch_pipeline.errors import BatchPipelineError, CustomerError, ProofFailed
+from batch_pipeline.plain import printable
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -63,7 +64,7 @@ def run(arguments: list[str]) -> int:
         status = _status(error)
         if status is None:
             raise
-        click.echo(f"error: {_message(error)}", err=True)
+        click.echo(f"error: {printable(_message(error))}", err=True)
         return status
     return ended if isinstance(ended, int) else 0
 

@@ -11,6 +11,7 @@ from rich.table import Table
 from batch_pipeline.cli.app import App, pass_app, print_json
 from batch_pipeline.cli.progress import moment
 from batch_pipeline.ledger.records import Event
+from batch_pipeline.plain import printable
 from batch_pipeline.results.audit import AuditTrail, Bytes, RequestTrail
 from batch_pipeline.results.audit import audit as follow_back
 from batch_pipeline.results.findings import KEPT_PROBLEMS
@@ -52,7 +53,7 @@ def _show(app: App, proof: Proof) -> None:
         f"{counts.expired} expired, {counts.cancelled} cancelled, {counts.invalid} invalid"
     )
     for problem in proof.problems:
-        click.echo(f"problem: {problem}", err=True)
+        click.echo(f"problem: {printable(problem)}", err=True)
     if proof.problem_count > len(proof.problems):
         click.echo(f"{proof.problem_count} problems; at most {KEPT_PROBLEMS} of each finding are shown", err=True)
 

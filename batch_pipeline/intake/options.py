@@ -15,6 +15,7 @@ from batch_pipeline import settings as configuration
 from batch_pipeline.errors import CustomerError
 from batch_pipeline.ledger.records import OnInvalid
 from batch_pipeline.models import ENDPOINTS
+from batch_pipeline.plain import printable
 from batch_pipeline.wire import codes
 
 DEFAULT_ENDPOINT = "/v1/chat/completions"
@@ -98,6 +99,9 @@ def check_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
     for key, value in metadata.items():
         if not 1 <= len(key) <= MAX_METADATA_KEY_CHARACTERS:
             raise _refused("metadata", key, f"a key has 1 to {MAX_METADATA_KEY_CHARACTERS} characters")
+        if not (key + value).isprintable():
+            # Also lone surrogates (bytes of a command line that are not UTF-8), which no database and no JSON can hold.
+            raise _refused(f"metadata {key}", value, "only printable text is kept")
         if len(value) > MAX_METADATA_VALUE_CHARACTERS:
             raise _refused(f"metadata {key}", value, f"a value has at most {MAX_METADATA_VALUE_CHARACTERS} characters")
     return dict(metadata)
@@ -105,4 +109,6 @@ def check_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
 
 def _refused(option: str, given: str, accepted: str) -> CustomerError:
     shown = given if len(given) <= _SHOWN_CHARACTERS else f"{given[:_SHOWN_CHARACTERS]}…"
-    return CustomerError(codes.INVALID_OPTION, f"{option}: {shown!r} is not accepted; {accepted}")
+    return CustomerError(
+        codes.INVALID_OPTION, f"{printable(option[: _SHOWN_CHARACTERS * 2])}: {shown!r} is not accepted; {accepted}"
+    )

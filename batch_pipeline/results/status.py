@@ -11,6 +11,7 @@ import msgspec
 
 from batch_pipeline.ledger import Ledger
 from batch_pipeline.ledger.records import Batch, BatchError, BatchStatus, Lane
+from batch_pipeline.plain import printable
 from batch_pipeline.results.manifest import Counts, Usage
 from batch_pipeline.scheduling.explain import LaneView, Situation, WorkerView, estimate_finish, explain
 from batch_pipeline.settings import Settings
@@ -133,6 +134,8 @@ def current_status(batch_id: str, *, ledger: Ledger, settings: Settings, folder:
             break
         batch = again
     reason = explain(_situation(again, lanes, ledger, as_of, settings))
+    # A worker's detail may repeat what an engine has said or logged.
+    reason = None if reason is None else printable(reason, kept="")
     finish = estimate_finish(
         now=as_of,
         started_at=batch.in_progress_at,
