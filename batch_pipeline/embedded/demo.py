@@ -3,13 +3,14 @@
     model ──> stack up ──> drop examples into the inbox ──> follow status.json ──> download, verify, show ──> stack down
 
 It uses the service as a customer would: files go in by S3, with options as metadata, and what happens is read from the
-outbox. Whatever it started it stops again, also when it is interrupted; killed without a chance to do so, it leaves a
-stack that `batch-pipeline down` ends.
+outbox. Whatever it started it stops again, also when it is interrupted, once or more often, and what it handed in it
+then cancels. Killed without a chance to do so, it leaves a stack that `batch-pipeline down` ends.
 """
 
 from __future__ import annotations
 
 import secrets
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -82,12 +83,7 @@ def run(settings: Settings, config_file: Path | None, examples: Path, screen: Sc
     with _running_stack(settings, config_file, screen.say) as (stack, addresses):
         store, ledger = ObjectStore.open(settings.store), Ledger.from_settings(settings)
         try:
-            token, started_at = secrets.token_hex(4), ledger.now()
-            for drop in drops:
-                put(drop, token, store)
-                screen.say(f"dropped {drop.file} at s3://{store.bucket}/{keys.inbox(drop.customer, drop.name)}")
-            with screen.progress() as show:
-                documents = follow(drops, Outbox(store, token, started_at), stack, show)
+            documents = _hand_in_and_follow(drops, stack, screen, ledger=ledger, store=store)
             copies = Path(settings.embedded.data_dir) / "demo"
             verdicts = [
                 _report(drop, document, copies / drop.customer / drop.name, screen.say, ledger=ledger, store=store)
@@ -97,6 +93,31 @@ def run(settings: Settings, config_file: Path | None, examples: Path, screen: Sc
             ledger.close()
         screen.say(f"\nTo look around: `make up`, then {addresses.dagster} (Dagster) and {addresses.object_store} (S3)")
     return all(verdicts)
+
+
+def _hand_in_and_follow(
+    drops: Sequence[Drop], stack: Stack, screen: Screen, *, ledger: Ledger, store: ObjectStore
+) -> list[StatusDocument]:
+    token, started_at = secrets.token_hex(4), ledger.now()
+    try:
+        for drop in drops:
+            put(drop, token, store)
+            screen.say(f"dropped {drop.file} at s3://{store.bucket}/{keys.inbox(drop.customer, drop.name)}")
+        with screen.progress() as show:
+            return follow(drops, Outbox(store, token, started_at), stack, show)
+    except KeyboardInterrupt:
+        withdraw(drops, token, ledger=ledger, store=store)
+        raise
+
+
+def withdraw(drops: Sequence[Drop], token: str, *, ledger: Ledger, store: ObjectStore) -> None:
+    """Take back what this demo handed in, so that the next one need not run it: files that wait, batches that run."""
+    for drop in drops:
+        store.delete(keys.inbox(drop.customer, drop.name))
+    still_open = [status for status in BatchStatus if not status.is_final]
+    for batch in ledger.batches.recent(statuses=still_open, limit=1000):
+        if batch.metadata.get(_RUN_METADATA) == token:
+            ledger.batches.cancel(batch.batch_id, actor="demo")
 
 
 def make_models(settings: Settings, say: Say) -> None:
@@ -231,7 +252,23 @@ def _running_stack(settings: Settings, config_file: Path | None, say: Say) -> It
         yield stack, addresses
     finally:
         if not ran_before:
-            stack.down(say)
+            with _undisturbed():
+                stack.down(say)
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Let no further Ctrl-C or SIGTERM cut the stopping short: it would leave half of the stack running.
+
+    Stopping is bounded in time by itself.
+    """
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, signal.SIG_IGN) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 def _report(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +32,7 @@ class PlayedStack(Stack):
         super().__init__(settings, config_file)
         self.pid: int | None = None
         self.asked: list[str] = []
+        self.signals_while_stopping: list[signal.Signals] = []
 
     def running(self) -> dict[str, int | None]:
         return {"seaweedfs": self.pid}
@@ -43,6 +45,8 @@ class PlayedStack(Stack):
 
     def down(self, say: Callable[[str], None] = print) -> bool:
         say("down")
+        for number in self.signals_while_stopping:
+            signal.raise_signal(number)
         self.asked.append("down")
         self.pid = None
         return True
@@ -124,9 +128,26 @@ def test_an_interrupted_demo_stops_what_it_started(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(demo, "put", interrupt)
+    # Somebody is impatient.
+    stack.signals_while_stopping = [signal.SIGINT, signal.SIGTERM]
+    handlers = [signal.getsignal(number) for number in stack.signals_while_stopping]
     with pytest.raises(KeyboardInterrupt):
         demo.run(settings, None, EXAMPLES, Silence())
     assert stack.asked == ["up", "down"]
+    assert [signal.getsignal(number) for number in stack.signals_while_stopping] == handlers
+
+
+def test_an_interrupted_demo_takes_back_what_it_handed_in(
+    drop: Drop, settings: Settings, store: ObjectStore, ledger: Ledger
+) -> None:
+    demo.put(drop, "this", store)
+    demo.put(demo.find_drops(EXAMPLES, settings)[1], "other", store)
+    drop_folder.take_drops(ledger=ledger, store=store, settings=settings, limit=10)
+    demo.put(drop, "this", store)
+    demo.withdraw([drop], "this", ledger=ledger, store=store)
+    statuses = {batch.metadata["demo-run"]: batch.status for batch in ledger.batches.recent()}
+    assert statuses == {"other": "validating", "this": "cancelling"}
+    assert list(store.list("inbox/")) == []
 
 
 def test_a_stack_that_ran_before_goes_on(
