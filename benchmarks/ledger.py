@@ -4,7 +4,8 @@
 
 Starts a Postgres on loopback (fsync on) and makes a SQLite file, both with data in a temporary folder. Each worker is a
 process that leases, commits each lease, and begins again, until nothing is left; it does nothing else, so that the
-ledger is all that is measured. The workers and the database share this machine's processors.
+ledger is all that is measured. The workers and the database share this machine's processors; processor seconds are of
+both together, and say more than seconds where the machine is busy with other things as well.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import time
 from pathlib import Path
 
 import msgspec
+import psutil
 
 from batch_pipeline.embedded.postgres import PostgresServer
 from batch_pipeline.ledger import Ledger
@@ -30,6 +32,7 @@ class Measured(msgspec.Struct):
 
     lease_seconds: list[float]
     commit_seconds: list[float]
+    processor_seconds: float = 0.0
 
 
 class Load(msgspec.Struct, frozen=True):
@@ -54,8 +57,11 @@ def main() -> None:
         url, worker, at_once = options.work
         work(url, worker, int(at_once))
         return
-    print("| database | workers | chunks a lease | chunks a second | lease p50 / p99 | commit p50 / p99 |")
-    print("| --- | --- | --- | --- | --- | --- |")
+    print(
+        "| database | workers | chunks a lease | chunks a second | chunks a processor second "
+        "| lease p50 / p99 | commit p50 / p99 |"
+    )
+    print("| --- | --- | --- | --- | --- | --- | --- |")
     for workers in options.workers:
         for at_once in options.at_once:
             load = Load(workers=workers, at_once=at_once, chunks=options.chunks, batches=options.batches)
@@ -83,6 +89,7 @@ def measure(name: str, url: str, load: Load) -> str:
     for process in processes:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
+    server_before = _server_seconds()
     began = time.perf_counter()
     for process in processes:
         assert process.stdin is not None
@@ -91,13 +98,15 @@ def measure(name: str, url: str, load: Load) -> str:
     # The workers print only when they have ended, so they may be read one after the other.
     done = [msgspec.json.decode(process.communicate()[0], type=Measured) for process in processes]
     seconds = time.perf_counter() - began
+    processor_seconds = sum(one.processor_seconds for one in done) + _server_seconds() - server_before
     for batch in made:
         assert all(lane.committed == of_each for lane in ledger.batches.lanes(batch.batch_id))
     ledger.close()
     commits = [each for one in done for each in one.commit_seconds]
     leases = [each for one in done for each in one.lease_seconds]
     return (
-        f"| {name} | {load.workers} | {load.at_once} | {len(commits) / seconds:.0f} "
+        f"| {name} | {load.workers} | {load.at_once} "
+        f"| {len(commits) / seconds:.0f} | {len(commits) / processor_seconds:.0f} "
         f"| {_milliseconds(leases)} | {_milliseconds(commits)} |"
     )
 
@@ -109,6 +118,7 @@ def work(url: str, worker: str, at_once: int) -> None:
     measured = Measured(lease_seconds=[], commit_seconds=[])
     print("ready", flush=True)
     sys.stdin.readline()
+    before = time.process_time()
     while True:
         began = time.perf_counter()
         leases = ledger.chunks.lease(worker, MODEL, at_once)
@@ -119,8 +129,15 @@ def work(url: str, worker: str, at_once: int) -> None:
             began = time.perf_counter()
             ledger.chunks.commit(lease.ref, result_of(lease))
             measured.commit_seconds.append(time.perf_counter() - began)
+    measured.processor_seconds = time.process_time() - before
     sys.stdout.write(msgspec.json.encode(measured).decode())
     ledger.close()
+
+
+def _server_seconds() -> float:
+    """Return the processor seconds of the database server so far: of its processes, and of those that have ended."""
+    servers = [process for process in psutil.Process().children(recursive=True) if process.name() == "postgres"]
+    return sum(sum(process.cpu_times()[:4]) for process in servers)
 
 
 def _milliseconds(seconds: list[float]) -> str:
