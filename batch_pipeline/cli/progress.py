@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.table import Column
 
 from batch_pipeline.ledger.records import BatchStatus
 from batch_pipeline.results.status import StatusDocument
@@ -28,9 +29,10 @@ def progress(console: Console) -> Iterator[Show]:
         return
     columns = (
         TextColumn("{task.fields[label]}", markup=False),
-        BarColumn(bar_width=30),
+        BarColumn(bar_width=20, table_column=Column(no_wrap=True, min_width=20)),
         TextColumn("{task.completed:.0f}/{task.fields[known_total]}", markup=False),
-        TextColumn("{task.fields[words]}", markup=False),
+        # The only one that may wrap: on a narrow terminal a long reason takes two lines, and nothing is cut off.
+        TextColumn("{task.fields[words]}", markup=False, table_column=Column(no_wrap=False)),
     )
     with Progress(*columns, console=console) as bars:
         yield Bars(bars).show

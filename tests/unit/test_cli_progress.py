@@ -85,6 +85,18 @@ def test_a_terminal_gets_a_bar_for_each_batch() -> None:
     assert "4/10" in console.file.getvalue()
 
 
+def test_a_narrow_terminal_cuts_off_nothing() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=80)
+    reason = "waiting for a worker of smollm2-135m: its engine is loading the model"
+    with progress(console) as show:
+        show([msgspec.structs.replace(document(completed=4), reason=reason)])
+    assert isinstance(console.file, io.StringIO)
+    last = console.file.getvalue().rpartition("acme/notes")[2]
+    assert "4/10" in last
+    assert "…" not in last
+    assert "loading the" in last
+
+
 def test_a_bar_knows_no_total_before_validation() -> None:
     with Progress(TextColumn("")) as bars:
         Bars(bars).show([document("validating", total=0)])
