@@ -10,7 +10,7 @@ from assets.chunk_results import chunk_results, chunk_results_event
 from assets.partitions import CODE_VERSION, GROUP, OWNERS, batches
 from batch_pipeline.errors import NotAllowedInState
 from batch_pipeline.ledger.records import Batch
-from batch_pipeline.results import merge, outbox, verify
+from batch_pipeline.results import manifest, merge, outbox, verify
 from batch_pipeline.results.findings import Finding
 from batch_pipeline.results.verify import Proof
 from resources import Parts, Service
@@ -92,8 +92,7 @@ def _report_chunks(context: dg.AssetExecutionContext, parts: Parts, batch_id: st
 
 
 def _metadata(batch: Batch, proof: Proof, parts: Parts) -> dict[str, Any]:
-    models = [parts.settings.models[name] for name in batch.models if name in parts.settings.models]
-    price = sum(model.prices.cost(batch.input_tokens, batch.output_tokens) for model in models[:1])
+    written = manifest.decode(parts.store.get(batch.manifest_key)) if batch.manifest_key else None
     return {
         "customer": batch.customer,
         "name": batch.name,
@@ -107,7 +106,7 @@ def _metadata(batch: Batch, proof: Proof, parts: Parts) -> dict[str, Any]:
         "input_tokens": batch.input_tokens,
         "cached_tokens": batch.cached_tokens,
         "output_tokens": batch.output_tokens,
-        "price_usd": price,
+        "price_usd": "unknown" if written is None or written.cost is None else written.cost,
         "output": batch.output_key or "none",
         "errors": batch.error_key or "none",
         "manifest": batch.manifest_key or "none",
