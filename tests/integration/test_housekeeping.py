@@ -15,7 +15,7 @@ from batch_pipeline import housekeeping, ids
 from batch_pipeline.errors import LeaseLost, NotAllowedInState, ProofFailed
 from batch_pipeline.housekeeping import Report, Step
 from batch_pipeline.ledger import Ledger
-from batch_pipeline.ledger.records import Batch, BatchStatus, Lease, Stored, WorkerState
+from batch_pipeline.ledger.records import Batch, BatchStatus, Lease, OnInvalid, Stored, WorkerState
 from batch_pipeline.results import collect, demand, manifest, outbox
 from batch_pipeline.results.audit import audit
 from batch_pipeline.results.merge import _stopped_chunks, merge
@@ -186,6 +186,41 @@ def test_the_life_after_the_end_step_by_step(house: House, tmp_path: Path) -> No
     outbox.publish_status(batch.batch_id, ledger=house.ledger, store=house.store, settings=house.settings)
     assert house.tidy().removals == []
     assert house.keys() == set(), "nothing comes back"
+
+
+@pytest.mark.parametrize("end", ["strict", "empty", "cancelled", "expired"])
+def test_however_a_batch_ended_its_chunks_leave_and_the_manifest_speaks_for_them(house: House, end: str) -> None:
+    ledger, store = house.ledger, house.store
+    if end == "empty":
+        batch = answered.create(ledger, store, [])
+        answered.take_in(ledger, store, batch.batch_id, [])
+    else:
+        strict = OnInvalid.FAIL if end == "strict" else OnInvalid.SKIP
+        batch, leases = answered.in_progress(ledger, store, CHUNKS, invalid=[6], on_invalid=strict)
+        if end == "cancelled":
+            answered.checkpoint(ledger, store, leases[1], [answered.answer(batch.batch_id, 2)])
+            ledger.batches.cancel(batch.batch_id)
+            for lease in leases.values():
+                ledger.chunks.release(lease.ref, "cancelled")
+        if end == "expired":
+            house.clock.advance(DAY + 1)
+            ledger.batches.expire_due()
+            ledger.chunks.expire_leases()
+    ended = house.merge(batch.batch_id)
+    before = audit(batch.batch_id, ledger=ledger, store=store)
+    house.clock.advance(3600)
+    (removal,) = house.tidy().of(Step.ARCHIVE)
+    assert removal.rows == len(before.chunks) + sum(event.chunk is not None for event in before.events)
+    assert ledger.chunks.of(batch.batch_id) == []
+    after = audit(batch.batch_id, ledger=ledger, store=store)
+    assert after.events[:-1] == before.events
+    assert [chunk.state for chunk in after.chunks] == [chunk.state for chunk in before.chunks]
+    files = final_bytes(house, ended)
+    merge(batch.batch_id, ledger=ledger, store=store, settings=house.settings, run_id=None, rebuild=True)
+    assert final_bytes(house, ended) == files
+    house.clock.advance(2 * DAY)
+    assert [removal.step for removal in house.tidy().removals] == [Step.WORK]
+    assert verify(batch.batch_id, ledger=ledger, store=store).problems == []
 
 
 def test_the_outbox_of_a_newer_batch_is_left_alone(house: House) -> None:
