@@ -18,7 +18,7 @@ import pytest
 import sqlalchemy as sa
 
 from batch_pipeline.errors import LeaseLost, NotAllowedInState
-from batch_pipeline.ledger import Ledger, schema
+from batch_pipeline.ledger import Ledger, database, schema
 from batch_pipeline.ledger.records import BatchStatus, ChunkState, Lease, LeaseRef
 from tests.fakes.ledger_checks import assert_consistent
 from tests.fakes.ledger_values import MODEL, finish, part_of, result_of, submitted
@@ -34,11 +34,11 @@ def ledger(ledger_url: str) -> Iterator[Ledger]:
     opened.close()
 
 
-def together(works: list[Callable[[], None]]) -> None:
+def together(works: list[Callable[[], object]]) -> None:
     """Run all at the same moment and raise what any of them raised: a deadlock among them fails the test."""
     barrier = threading.Barrier(len(works))
 
-    def run(work: Callable[[], None]) -> None:
+    def run(work: Callable[[], object]) -> None:
         barrier.wait()
         work()
 
@@ -160,6 +160,23 @@ def test_a_lease_goes_on_to_the_next_batch_where_others_hold_the_first_one(postg
     assert [lease.ref.batch_id for lease in leases] == [second, second]
     assert_consistent(ledger, second)
     engine.dispose()
+    ledger.close()
+
+
+def test_connections_that_died_while_idle_are_replaced_without_an_error(
+    postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = Ledger.open(postgres_url)
+    together([ledger.backlog] * 4)  # several connections in the pool
+    engine = sa.create_engine(postgres_url)
+    with engine.connect() as connection:
+        others = "datname = current_database() AND pid <> pg_backend_pid()"
+        killed = connection.exec_driver_sql(f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE {others}")
+        assert len(killed.all()) >= 1
+    engine.dispose()
+    monkeypatch.setattr(database, "_IDLE_SECONDS", 0.0)
+    together([ledger.backlog] * 4)
+    assert submitted(ledger, "a").status == BatchStatus.IN_PROGRESS
     ledger.close()
 
 
