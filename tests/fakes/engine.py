@@ -311,7 +311,7 @@ def running(*options: str) -> Iterator[RunningFake]:
 async def _serve(options: argparse.Namespace) -> None:
     with options.journal.open("a") if options.journal else Path(os.devnull).open("w") as journal:
         engine = FakeEngine(options, journal if options.journal else None)
-        runner = web.ServerRunner(web.Server(engine.handle, access_log=None))
+        runner = web.ServerRunner(web.Server(engine.handle, access_log=None, handler_cancellation=True))
         await runner.setup()
         await asyncio.sleep(options.start_seconds)
         await web.TCPSite(runner, "127.0.0.1", options.port, backlog=4096).start()

@@ -111,7 +111,9 @@ def in_thread(worker: Worker) -> Iterator[list[WorkerReport | BaseException]]:
         yield ends
     except BaseException:
         # The test has failed already: do not wait for work that may never end.
-        worker._ledger.workers.ask_to_leave(worker.worker_id)
+        while thread.is_alive():
+            worker._ledger.workers.ask_to_leave(worker.worker_id)
+            thread.join(timeout=0.5)
         raise
     finally:
         thread.join()
