@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from typing import Any
@@ -137,17 +138,16 @@ def test_an_unknown_name_is_answered_and_a_bad_one_rejected(
     assert ledger.batches.get(other.batch_id).status == BatchStatus.IN_PROGRESS
 
 
-@pytest.mark.parametrize("first", ["cancel", "jsonl"])
-@pytest.mark.parametrize("earlier", [False, True])
+@pytest.mark.parametrize("case", [*itertools.product(("cancel", "jsonl"), (False, True))])
 def test_a_file_and_its_cancel_together_end_as_cancelled_whichever_is_listed_first(
     ledger: Ledger,
     store: ObjectStore,
     settings: Settings,
     monkeypatch: pytest.MonkeyPatch,
-    first: str,
-    earlier: bool,
+    case: tuple[str, bool],
 ) -> None:
-    if earlier:
+    first, with_an_earlier_batch = case
+    if with_an_earlier_batch:
         ended(ledger, store, settings)
     store.put(FILE, DATA)
     store.put(CANCEL, b"")
