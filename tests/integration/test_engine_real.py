@@ -142,10 +142,10 @@ def test_a_killed_engine_core_is_started_again_and_nothing_outlives_a_killed_wor
     with start_process(settings_file, sqlite_url, "vllm", model=model, warm_seconds=600.0) as process:
         try:
             worker = psutil.Process(process.pid)
-            wait_until(lambda: saved(ledger, batch.batch_id) >= 8, "some requests are saved", 500)
+            wait_until(lambda: saved(ledger, batch.batch_id) >= 8, "some requests are saved", 800)
             (core,) = [child for child in worker.children(recursive=True) if "EngineCore" in " ".join(child.cmdline())]
             core.kill()
-            wait_until(lambda: len(lines_of(ledger, store, batch.batch_id)) == 40, "the batch is done", 500)
+            wait_until(lambda: len(lines_of(ledger, store, batch.batch_id)) == 40, "the batch is done", 800)
             family = worker.children(recursive=True)
             assert len(family) >= 3, "the guard, the server and the core"
         finally:
