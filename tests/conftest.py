@@ -27,11 +27,16 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[configuratio
 
 
 @pytest.fixture
-def store_settings(s3_server: configuration.Store) -> configuration.Store:
+def store_settings(s3_server: configuration.Store) -> Iterator[configuration.Store]:
     """The session's S3 server with a fresh, empty bucket for this test."""
     fresh = msgspec.structs.replace(s3_server, bucket=f"test-{secrets.token_hex(6)}")
-    objects.make_client(fresh).create_bucket(Bucket=fresh.bucket)
-    return fresh
+    client = objects.make_client(fresh)
+    client.create_bucket(Bucket=fresh.bucket)
+    yield fresh
+    # Each bucket has volumes of its own, and the server has room for those of some 70 buckets.
+    filled = objects.ObjectStore(client, fresh.bucket)
+    filled.delete_all(info.key for info in filled.list(""))
+    client.delete_bucket(Bucket=fresh.bucket)
 
 
 @pytest.fixture
