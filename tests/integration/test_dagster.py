@@ -231,3 +231,8 @@ def test_a_worker_waits_as_a_queued_run_in_the_pool_of_its_model(location: CodeL
     (node,) = job.nodes
     assert node.definition.pool == "smollm2-135m"  # type: ignore[attr-defined]
     assert "dagster-k8s/config" in job.tags
+
+
+def test_every_definition_loads_as_the_code_server_loads_it(location: CodeLocation) -> None:
+    location.repository.load_all_definitions()
+    dg.Definitions.validate_loadable(location.definitions)
