@@ -31,6 +31,12 @@ from tests.fakes.faults import Faults, Killed
 FINAL = ("output.jsonl", "errors.jsonl", "manifest.json")
 
 
+@pytest.fixture
+def sqlite_ledger(sqlite_url: str) -> Ledger:
+    """For tests whose subject does not depend on the database."""
+    return Ledger.open(sqlite_url)
+
+
 def final_bytes(store: ObjectStore, batch_id: str) -> dict[str, bytes]:
     """The final files that there are."""
     found = {}
@@ -196,11 +202,13 @@ def test_empty_file_ends_with_a_manifest_alone(ledger: Ledger, store: ObjectStor
     assert verify(batch.batch_id, ledger=ledger, store=store).problems == []
 
 
-def test_large_results_are_copied_inside_the_store(ledger: Ledger, store: ObjectStore, settings: Settings) -> None:
+def test_large_results_are_copied_inside_the_store(
+    sqlite_ledger: Ledger, store: ObjectStore, settings: Settings
+) -> None:
     """Large, small and stopped chunks, with errors between: the file is the same as if all had passed through us."""
     size = 1100
     chunks = [list(range(begin, begin + size)) for begin in range(0, 4 * size, size)]
-    batch, leases = answered.in_progress(ledger, store, chunks, invalid=[4 * size + 1])
+    batch, leases = answered.in_progress(sqlite_ledger, store, chunks, invalid=[4 * size + 1])
     batch_id = batch.batch_id
     fillers = {0: 6000, 1: 10, 2: 6000, 3: 5000}
     expected = b""
@@ -208,12 +216,12 @@ def test_large_results_are_copied_inside_the_store(ledger: Ledger, store: Object
         finished = [answered.answer(batch_id, index, fillers[number]) for index in chunks[number]]
         finished[7] = answered.refusal(batch_id, chunks[number][7])
         expected += b"".join(request.line for request in finished if not request.is_error)
-        answered.commit(ledger, store, lease, finished)
-    merge(batch_id, ledger=ledger, store=store, settings=settings, run_id=None)
+        answered.commit(sqlite_ledger, store, lease, finished)
+    merge(batch_id, ledger=sqlite_ledger, store=store, settings=settings, run_id=None)
     found = final_bytes(store, batch_id)
     assert found["output.jsonl"] == expected
     assert indexes_of(found["errors.jsonl"]) == [7, size + 7, 2 * size + 7, 3 * size + 7, 4 * size + 1]
-    assert verify(batch_id, ledger=ledger, store=store).problems == []
+    assert verify(batch_id, ledger=sqlite_ledger, store=store).problems == []
 
 
 def test_running_batch_is_not_merged(ledger: Ledger, store: ObjectStore, settings: Settings) -> None:
@@ -329,36 +337,36 @@ def test_rebuild_from_damaged_chunks_does_not_touch_the_files(
     ids=["missing", "double", "foreign"],
 )
 def test_wrong_result_is_never_given_out(
-    ledger: Ledger, store: ObjectStore, settings: Settings, filler: int, case: tuple[Sequence[int], str]
+    sqlite_ledger: Ledger, store: ObjectStore, settings: Settings, filler: int, case: tuple[Sequence[int], str]
 ) -> None:
     """A worker that commits the wrong lines: the merge says which request, and the batch stays as it is."""
     indexes, problem = case
-    batch, leases = answered.in_progress(ledger, store, [list(range(1000))])
+    batch, leases = answered.in_progress(sqlite_ledger, store, [list(range(1000))])
     finished = [answered.answer(batch.batch_id, index, filler) for index in dict.fromkeys(indexes)]
     result = answered.write_result(store, leases[0], finished)
     data = b"".join(answered.answer(batch.batch_id, index, filler).line for index in indexes)
     store.put(result.result_key, data)
     changed = {"output_bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    ledger.chunks.commit(leases[0].ref, replace(result, **changed))
+    sqlite_ledger.chunks.commit(leases[0].ref, replace(result, **changed))
     with pytest.raises(ProofFailed, match=problem):
-        merge(batch.batch_id, ledger=ledger, store=store, settings=settings, run_id=None)
-    ended = ledger.batches.get(batch.batch_id)
+        merge(batch.batch_id, ledger=sqlite_ledger, store=store, settings=settings, run_id=None)
+    ended = sqlite_ledger.batches.get(batch.batch_id)
     assert (ended.status, ended.output_key) == (BatchStatus.FINALIZING, None)
 
 
 def test_result_that_changed_after_its_commit_is_refused(
-    ledger: Ledger, store: ObjectStore, settings: Settings
+    sqlite_ledger: Ledger, store: ObjectStore, settings: Settings
 ) -> None:
     """Also where the bytes are copied inside the store and only seen when they are read back."""
     for filler in (0, 6000):
         chunk = list(range(1000))
-        batch, leases = answered.in_progress(ledger, store, [chunk], name=f"filler-{filler}")
+        batch, leases = answered.in_progress(sqlite_ledger, store, [chunk], name=f"filler-{filler}")
         result = answered.commit(
-            ledger, store, leases[0], [answered.answer(batch.batch_id, index, filler) for index in chunk]
+            sqlite_ledger, store, leases[0], [answered.answer(batch.batch_id, index, filler) for index in chunk]
         )
         store.put(result.result_key, store.get(result.result_key).replace(b"answer", b"ANSWER"))
         with pytest.raises(ProofFailed, match=r"chunk 0 .*sha256"):
-            merge(batch.batch_id, ledger=ledger, store=store, settings=settings, run_id=None)
+            merge(batch.batch_id, ledger=sqlite_ledger, store=store, settings=settings, run_id=None)
 
 
 def test_interleaved_chunks_with_one_request_twice_are_refused(
