@@ -2,7 +2,7 @@
 
     python guard.py COMMAND ARGUMENT...      (standard input: a pipe whose other end only the worker holds)
 
-An engine is several processes, and some of them may not notice when the one that started them is killed: they would keep
+An engine is several processes, and some may not notice when the one that started them is killed: they would keep
 the GPU's memory for ever. So the worker starts this program in between. It ends all processes below it as soon as its
 standard input ends (the worker has ended, however: kill -9 as well) or the engine's first process does. SIGTERM is
 passed on to the engine. Its exit status is the engine's, 128 + N where signal N killed that.
