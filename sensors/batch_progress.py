@@ -3,11 +3,10 @@
 import dagster as dg
 from dagster._core.definitions.unresolved_asset_job_definition import UnresolvedAssetJobDefinition
 
-from batch_pipeline.errors import StoreError
 from batch_pipeline.results import outbox
 from batch_pipeline.settings import Settings
 from resources import Parts, Service
-from sensors.runs import partitions_under_way, pause_seconds, store_watch
+from sensors.runs import partitions_under_way, pause_seconds, tell_store_outage
 
 
 def batch_progress_sensor(settings: Settings, merge_job: UnresolvedAssetJobDefinition) -> dg.SensorDefinition:
@@ -31,24 +30,25 @@ def batch_progress_sensor(settings: Settings, merge_job: UnresolvedAssetJobDefin
         parts.ledger.batches.settle_all()
         requests = _merge_runs(context.instance, parts, merge_job.name, limit)
         shown = _show_statuses(parts, context.cursor or "")
-        if not isinstance(shown, StoreError):
-            # The next tick goes on with the batches after these, so that every one has its turn.
-            context.update_cursor(shown.after)
+        # The next tick goes on with the batches after these, so that every one has its turn.
+        context.update_cursor(shown.after)
+        for problem in shown.broken:
+            context.log.warning(problem)
         if not requests:
-            statuses = f"no status: {shown}" if isinstance(shown, StoreError) else f"{shown.written} statuses written"
+            statuses = "; ".join([f"{shown.written} statuses written", *shown.broken[:5]])
+            if shown.outage is not None:
+                statuses += f"; not the others: {shown.outage}"
             return dg.SkipReason(f"{freed} leases ran out, {len(expired)} batches expired, {statuses}")
         return dg.SensorResult(run_requests=requests)
 
     return batch_progress
 
 
-def _show_statuses(parts: Parts, after: str) -> outbox.Published | StoreError:
+def _show_statuses(parts: Parts, after: str) -> outbox.Published:
     """Write the statuses that are due. While the store is away merges are requested all the same: they have counted."""
-    try:
-        with store_watch(parts.ledger):
-            return outbox.publish_due(ledger=parts.ledger, store=parts.store, settings=parts.settings, after=after)
-    except StoreError as error:
-        return error
+    shown = outbox.publish_due(ledger=parts.ledger, store=parts.store, settings=parts.settings, after=after)
+    tell_store_outage(parts.ledger, shown.outage)
+    return shown
 
 
 def _merge_runs(instance: dg.DagsterInstance, parts: Parts, job_name: str, limit: int) -> list[dg.RunRequest]:

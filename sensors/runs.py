@@ -48,6 +48,14 @@ def store_watch(ledger: Ledger) -> Iterator[None]:
     try:
         yield
     except StoreError as error:
-        ledger.notices.post(notices.STORE, f"the object store cannot be used: {one_line(str(error))}")
+        tell_store_outage(ledger, error)
         raise
-    ledger.notices.clear(notices.STORE)
+    tell_store_outage(ledger, None)
+
+
+def tell_store_outage(ledger: Ledger, outage: StoreError | None) -> None:
+    """Let every batch's status say that the object store is away, or say it no longer."""
+    if outage is None:
+        ledger.notices.clear(notices.STORE)
+    else:
+        ledger.notices.post(notices.STORE, f"the object store cannot be used: {one_line(str(outage))}")

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from batch_pipeline.errors import NotAllowedInState
+from batch_pipeline.errors import NotAllowedInState, StoreError
 from batch_pipeline.ledger import Ledger
 from batch_pipeline.ledger.records import Batch, BatchError
 from batch_pipeline.results.status import (
@@ -74,6 +74,10 @@ class Published(NamedTuple):
 
     written: int
     after: str
+    broken: tuple[str, ...]
+    """What kept the status of single batches from being written (a file that is gone), each as one sentence."""
+    outage: StoreError | None
+    """Why the rest of the page was left alone: the store cannot be used, or not for the batch `after`."""
 
 
 class _Found(msgspec.Struct):
@@ -135,14 +139,24 @@ def publish_due(
     """Publish what has changed among the next `limit` open batches after `after`, and ends that are not shown yet.
 
     To be called again and again, each time with the `after` of the answer. Killed anywhere: the rest is seen next time.
+    A batch whose status cannot be written never holds up those behind it: they have their turn in this page, or, where
+    it may be the whole store that is away, in the next one.
     """
     page = ledger.batches.publishable(limit=limit, after=after)
     written = 0
+    broken: list[str] = []
     for batch_id, shown in page:
-        if _word(current_status(batch_id, ledger=ledger, settings=settings)) != shown:
+        if _word(current_status(batch_id, ledger=ledger, settings=settings)) == shown:
+            continue
+        try:
             publish_status(batch_id, ledger=ledger, store=store, settings=settings)
+        except (ObjectMissing, PreconditionFailed) as error:
+            broken.append(f"the status of {batch_id} cannot be shown: {error}")
+        except StoreError as error:
+            return Published(written, batch_id, tuple(broken), error)
+        else:
             written += 1
-    return Published(written, page[-1][0] if len(page) == limit else "")
+    return Published(written, page[-1][0] if len(page) == limit else "", tuple(broken), None)
 
 
 def deliver(batch_id: str, *, ledger: Ledger, store: ObjectStore, settings: Settings) -> str:

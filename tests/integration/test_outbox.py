@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from batch_pipeline import settings as configuration
-from batch_pipeline.errors import NotAllowedInState
+from batch_pipeline.errors import NotAllowedInState, StoreError
 from batch_pipeline.ledger import Ledger
 from batch_pipeline.ledger.records import Batch, BatchStatus, WorkerState
 from batch_pipeline.results import outbox
@@ -304,6 +304,42 @@ def test_due_statuses_are_published_in_pages_until_nothing_is_behind(
     ledger.batches.cancel(made[3].batch_id)
     assert outbox.publish_due(ledger=ledger, store=store, settings=settings).written == 1
     assert read(store, "file-3")["status"] == "cancelling"
+
+
+def test_batch_whose_files_are_gone_does_not_hold_up_the_others(
+    ledger: Ledger, store: ObjectStore, settings: Settings
+) -> None:
+    broken = ended(ledger, store, settings)
+    store.delete(str(broken.output_key))
+    others = [answered.create(ledger, store, [answered.input_line(0)], name=f"file-{number}") for number in range(4)]
+    shown = outbox.publish_due(ledger=ledger, store=store, settings=settings)
+    assert (shown.written, shown.after, shown.outage) == (4, "", None)
+    [problem] = shown.broken
+    assert broken.batch_id in problem
+    assert str(broken.output_key) in problem
+    assert {read(store, batch.name)["id"] for batch in others} == {batch.batch_id for batch in others}
+
+
+def test_batch_for_which_the_store_fails_does_not_hold_up_the_next_page(
+    ledger: Ledger, store_settings: configuration.Store, store: ObjectStore, settings: Settings
+) -> None:
+    """One object that the store cannot read looks like a store that is away."""
+    made = [answered.create(ledger, store, [answered.input_line(0)], name=f"file-{number}") for number in range(5)]
+    made.sort(key=lambda batch: batch.batch_id)
+    unreadable = keys.outbox("acme", made[1].name, "status.json")
+
+    class Damaged(ObjectStore):
+        def get_with_etag(self, key: str) -> tuple[bytes, str]:
+            if key == unreadable:
+                raise StoreError(f"reading {key}: the object store answered InternalError")
+            return super().get_with_etag(key)
+
+    damaged = Damaged.open(store_settings)
+    first = outbox.publish_due(ledger=ledger, store=damaged, settings=settings)
+    assert (first.written, first.after) == (1, made[1].batch_id)
+    assert "InternalError" in str(first.outage)
+    second = outbox.publish_due(ledger=ledger, store=damaged, settings=settings, after=first.after)
+    assert (second.written, second.after, second.outage) == (3, "", None)
 
 
 def test_rejected_file_is_answered_with_a_failed_batch(store: ObjectStore) -> None:
