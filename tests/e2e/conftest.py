@@ -14,7 +14,7 @@ from batch_pipeline.embedded.stack import Stack
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def stack_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo's configuration with ports and folders of its own, in a file that every service reads."""
     folder = tmp_path_factory.mktemp("stack")
@@ -28,7 +28,7 @@ def stack_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def stack(stack_config: Path) -> Iterator[Stack]:
     """The running stack; stopped at the end, with every run in progress."""
     running = Stack(configuration.load(stack_config, environment={}), stack_config)
