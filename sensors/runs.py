@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
 
 import dagster as dg
 from dagster import DagsterRunStatus, RunsFilter
@@ -19,19 +20,34 @@ UNDER_WAY = [
     DagsterRunStatus.STARTED,
     DagsterRunStatus.CANCELING,
 ]
+_BEFORE_THE_QUEUE = DagsterRunStatus.NOT_STARTED
+BORN_SECONDS = 600.0
+"""A run is queued right after it is created. One that is not after this long was forgotten: its launch failed, or the
+daemon died in between. Nothing in Dagster ends it; its step is requested again, which is harmless should it still come.
+"""
 PARTITION_TAG = "dagster/partition"
 LONGEST_PAUSE_SECONDS = 600.0
 
 
 def partitions_under_way(instance: dg.DagsterInstance, job_name: str) -> set[str]:
     """Return the partitions for which a run of this job is queued or running."""
-    runs = instance.get_runs(RunsFilter(job_name=job_name, statuses=UNDER_WAY))
+    runs = [run for wanted in _under_way(job_name) for run in instance.get_runs(wanted)]
     return {run.tags[PARTITION_TAG] for run in runs if PARTITION_TAG in run.tags}
 
 
 def count_under_way(instance: dg.DagsterInstance, job_name: str) -> int:
     """Return how many runs of this job are queued or running."""
-    return instance.get_runs_count(RunsFilter(job_name=job_name, statuses=UNDER_WAY))
+    return sum(instance.get_runs_count(wanted) for wanted in _under_way(job_name))
+
+
+def _under_way(job_name: str) -> list[RunsFilter]:
+    """Return what finds the runs of a job that are queued or running, or were created a moment ago."""
+    started = [status for status in UNDER_WAY if status != _BEFORE_THE_QUEUE]
+    born_after = datetime.now(UTC) - timedelta(seconds=BORN_SECONDS)
+    return [
+        RunsFilter(job_name=job_name, statuses=started),
+        RunsFilter(job_name=job_name, statuses=[_BEFORE_THE_QUEUE], created_after=born_after),
+    ]
 
 
 def pause_seconds(attempts: int, first: float) -> float:
