@@ -9,7 +9,7 @@ from pydantic import Field
 from assets.chunk_results import chunk_results, chunk_results_event
 from assets.partitions import CODE_VERSION, GROUP, OWNERS, batches
 from batch_pipeline.errors import NotAllowedInState
-from batch_pipeline.ledger.records import Batch
+from batch_pipeline.ledger.records import Batch, BatchStatus
 from batch_pipeline.results import manifest, merge, outbox, verify
 from batch_pipeline.results.findings import Finding
 from batch_pipeline.results.verify import Proof
@@ -59,7 +59,7 @@ def batch_results(
     parts = service.open()
     batch_id = context.partition_key
     batch = parts.ledger.batches.get(batch_id)
-    if not batch.status.is_final:
+    if batch.status == BatchStatus.FINALIZING or (batch.outcome == BatchStatus.FAILED and not batch.status.is_final):
         _report_chunks(context, parts, batch_id)
     try:
         merge.merge(

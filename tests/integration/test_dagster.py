@@ -190,6 +190,34 @@ def test_a_run_that_never_came_is_requested_again(
     assert first.run_key != second.run_key
 
 
+def test_a_run_that_was_created_and_never_queued_is_forgotten_after_a_while(
+    location: CodeLocation, parts: tuple[Ledger, ObjectStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The daemon creates a run and then queues it; where the second fails, nothing in Dagster ever ends that run."""
+    monkeypatch.setattr("sensors.runs.LONGEST_PAUSE_SECONDS", 0.0)
+    _drop(parts[1], _line("a"))
+    (request,) = location.tick("drop_folder")
+    location.instance.create_run_for_job(
+        location.definitions.resolve_job_def("intake"), tags={"dagster/partition": str(request.partition_key)}
+    )
+    assert location.tick("drop_folder") == [], "it may be queued any moment"
+    monkeypatch.setattr("sensors.runs.BORN_SECONDS", 0.0)
+    (again,) = location.tick("drop_folder")
+    assert again.partition_key == request.partition_key
+
+
+def test_a_worker_that_was_created_and_never_queued_does_not_keep_its_place(
+    location: CodeLocation, parts: tuple[Ledger, ObjectStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _drop(parts[1], _line("a"))
+    (intake,) = location.tick("drop_folder")
+    location.execute(intake)
+    location.instance.create_run_for_job(location.definitions.resolve_job_def("gpu_worker_smollm2_135m"))
+    assert location.tick("gpu_workers") == []
+    monkeypatch.setattr("sensors.runs.BORN_SECONDS", 0.0)
+    assert len(location.tick("gpu_workers")) == 1
+
+
 def test_many_files_are_taken_in_bounded_ticks(
     location: CodeLocation, parts: tuple[Ledger, ObjectStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,6 +236,7 @@ def test_a_batch_that_is_not_done_is_not_merged(location: CodeLocation, parts: t
     with pytest.raises(dg.Failure, match="chunks"):
         location.launch("batch_results", str(intake.partition_key))
     assert ledger.batches.get(str(intake.partition_key)).status == BatchStatus.IN_PROGRESS
+    assert location.materialized("chunk_results") == set(), "its chunks are still to run"
 
 
 def test_pools_have_the_limits_of_the_catalogue(location: CodeLocation) -> None:
