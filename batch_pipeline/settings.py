@@ -9,6 +9,7 @@ A configuration that cannot be used raises one SettingsError whose message names
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import tomllib
@@ -26,6 +27,9 @@ OVERRIDE_PREFIX = "BATCH_PIPELINE__"
 DEFAULT_FILE = "batch-pipeline.toml"
 MODEL_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,62}[A-Za-z0-9])?")
 MEDIA_HOST = re.compile(r"[a-z0-9](?:[a-z0-9.-]{0,252}[a-z0-9])?(?::[0-9]{1,5})?")
+_LABEL = "[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
+STORE_URL = re.compile(rf"https?://(?:{_LABEL}(?:\.{_LABEL})*\.?|\[[0-9A-Fa-f:.]+\])(?::[0-9]{{1,5}})?(?:/\S*)?")
+"""Hosts as boto3 takes them: without `_`."""
 MEBIBYTE = 1024 * 1024
 
 
@@ -189,13 +193,21 @@ def check(settings: Settings) -> list[str]:
     for section in (settings.intake, settings.worker, settings.scheduling, settings.retention):
         for field in section.__struct_fields__:
             value = getattr(section, field)
-            if isinstance(value, int | float) and value <= 0:
+            # Not `value <= 0`: TOML has a nan.
+            if isinstance(value, int | float) and not value > 0:
                 problems.append(f"{type(section).__name__.lower()}.{field} must be above 0, not {value}")
+    problems += _check_store(settings.store)
     if settings.worker.heartbeat_seconds * 2 > settings.worker.lease_seconds:
         problems.append("worker.heartbeat_seconds must be at most half of worker.lease_seconds, or leases run out")
     for name, model in settings.models.items():
         problems += _check_model(name, model)
     return problems
+
+
+def _check_store(store: Store) -> list[str]:
+    if store.endpoint_url is None or STORE_URL.fullmatch(store.endpoint_url):
+        return []
+    return ['store.endpoint_url must be http:// or https://, a host (without _) and perhaps a port; "" for AWS itself']
 
 
 def _check_model(name: str, model: Model) -> list[str]:
@@ -216,6 +228,9 @@ def _check_model(name: str, model: Model) -> list[str]:
         for endpoint in model.endpoints
         if endpoint not in ENDPOINTS
     ]
+    for price in ("input_per_million", "output_per_million"):
+        if not 0 <= getattr(model.prices, price) < math.inf:
+            problems.append(f"{where}.prices.{price} must be 0 or more")
     if not 0 <= model.prices.batch_discount <= 1:
         problems.append(f"{where}.prices.batch_discount must be between 0 and 1")
     if model.engine_url is not None and not model.engine_url.startswith(("http://", "https://")):

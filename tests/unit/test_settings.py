@@ -152,6 +152,11 @@ def test_variables_override_fields_of_every_type(tmp_path: Path) -> None:
         ),
         (GOOD_MODEL + 'engine_url = "localhost:8000"', r"models\.m\.engine_url must start with http:// or https://"),
         (GOOD_MODEL + "prices = {batch_discount = 50}", r"models\.m\.prices\.batch_discount must be between 0 and 1"),
+        (GOOD_MODEL + "prices = {input_per_million = -1}", r"models\.m\.prices\.input_per_million must be 0 or more"),
+        (GOOD_MODEL + "prices = {output_per_million = nan}", r"models\.m\.prices\.output_per_million must be 0 or"),
+        ("[worker]\nlease_seconds = nan", r"worker\.lease_seconds must be above 0, not nan"),
+        ('[store]\nendpoint_url = "s3.example.com"', r"store\.endpoint_url must be http:// or https://"),
+        ('[store]\nendpoint_url = "http://object_store:8333"', r"store\.endpoint_url must be .*without _"),
         (GOOD_MODEL + "price = {}", r"unknown field `price`.*\$\.models"),
     ],
 )
