@@ -61,6 +61,9 @@ def run(arguments: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except Exception as error:
+        if isinstance(error, UnicodeEncodeError) and error.object in arguments:
+            click.echo(f"error: {printable(error.object)}: the argument is not UTF-8", err=True)
+            return FAILED
         status = _status(error)
         if status is None:
             raise
@@ -91,4 +94,6 @@ def _is_outage(error: Exception) -> bool:
         return False
     from sqlalchemy import exc
 
-    return isinstance(error, exc.OperationalError | exc.InterfaceError | exc.TimeoutError)
+    # What is none of its special kinds: SQLite says so of a file that is no database, or a damaged one.
+    is_unusable = type(error) is exc.DatabaseError
+    return is_unusable or isinstance(error, exc.OperationalError | exc.InterfaceError | exc.TimeoutError)

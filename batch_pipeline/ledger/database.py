@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import sqlalchemy as sa
 from sqlalchemy import event
-from sqlalchemy.exc import InvalidatePoolError
+from sqlalchemy.exc import ArgumentError, InvalidatePoolError
 from sqlalchemy.pool import ConnectionPoolEntry
 
 from batch_pipeline.errors import OperatorError
@@ -96,7 +96,17 @@ class Database:
 
 
 def _make_engine(url: str) -> sa.Engine:
-    parsed = sa.make_url(url)
+    try:
+        return _engine_of(sa.make_url(url))
+    except (ArgumentError, ImportError, ValueError) as error:
+        # Without the URL: it may hold a password.
+        raise OperatorError(
+            f"ledger.url cannot be used ({type(error).__name__}): write sqlite:///FILE or "
+            "postgresql+psycopg://USER:PASSWORD@HOST/DATABASE"
+        ) from error
+
+
+def _engine_of(parsed: sa.URL) -> sa.Engine:
     if parsed.get_backend_name() == "sqlite":
         if parsed.database:
             Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)

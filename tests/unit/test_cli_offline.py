@@ -90,6 +90,46 @@ def test_a_ledger_that_is_away_is_one_line_for_the_operator(
 
 
 @pytest.mark.parametrize(
+    "url",
+    [
+        "secret",
+        "postgresql+nosuch://nobody:secret@127.0.0.1/none",
+        "postgresql+asyncpg://nobody:secret@127.0.0.1/none",
+        "postgresql://nobody:secret@127.0.0.1:port/none",
+    ],
+)
+def test_a_ledger_url_that_means_nothing_is_one_line_for_the_operator(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], url: str
+) -> None:
+    monkeypatch.setenv("BATCH_PIPELINE__LEDGER__URL", url)
+    assert run(["--config", str(config), "list"]) == 3
+    said = capsys.readouterr().err
+    assert said.startswith("error: ledger.url cannot be used")
+    assert said.count("\n") == 1
+    assert "secret" not in said
+
+
+def test_a_ledger_file_that_is_no_database_is_one_line_for_the_operator(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "ledger").write_bytes(b"no database, " * 500)
+    monkeypatch.setenv("BATCH_PIPELINE__LEDGER__URL", f"sqlite:///{tmp_path / 'ledger'}")
+    assert run(["--config", str(config), "list"]) == 3
+    said = capsys.readouterr().err
+    assert said == "error: the ledger cannot be used: file is not a database\n"
+
+
+@pytest.mark.parametrize("arguments", [["status", "batch_\udcff"], ["list", "--customer", "\udcff"]])
+def test_an_argument_that_is_not_utf8_is_one_line(
+    config: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    assert run(["--config", str(config), *arguments]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert said.endswith("the argument is not UTF-8\n")
+
+
+@pytest.mark.parametrize(
     ("changed", "expected"),
     [
         (["--customer", "Acme Ltd"], "customer 'Acme Ltd'"),
