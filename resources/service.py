@@ -16,8 +16,9 @@ from batch_pipeline import settings as configuration
 from batch_pipeline.ledger import Ledger
 from batch_pipeline.store import ObjectStore
 
-SECRET_VARIABLE = f"{configuration.OVERRIDE_PREFIX}STORE__SECRET_ACCESS_KEY"
-"""Where the resource finds the store's secret: by name, so that the UI shows the name and not the secret."""
+SECRET_VARIABLE = "BATCH_PIPELINE_S3_SECRET"
+"""Where the resource finds the store's secret: by name, so that the UI shows the name and not the secret. It is not one
+of the variables that override the configuration: set here, it must not reach whoever reads that afterwards."""
 
 
 class Parts(NamedTuple):
@@ -55,7 +56,7 @@ def make_resources(settings: configuration.Settings) -> dict[str, dg.Configurabl
     store = settings.store
     secret: dg.EnvVar | None = None
     if store.secret_access_key is not None:
-        os.environ.setdefault(SECRET_VARIABLE, store.secret_access_key)
+        os.environ[SECRET_VARIABLE] = store.secret_access_key
         secret = dg.EnvVar(SECRET_VARIABLE)
     s3 = S3Resource(
         endpoint_url=store.endpoint_url,
