@@ -4,17 +4,23 @@ While a worker waits for a slot of its pool, its run is queued and costs nothing
 of any batch until there is no work, it is told to leave, or its lifetime ends. Ending the run ends the worker.
 """
 
+import logging
 import re
 
 import dagster as dg
 from pydantic import Field
+from sqlalchemy.exc import SQLAlchemyError
 
 from assets.chunk_results import chunk_results_event
 from assets.partitions import GROUP
 from batch_pipeline import worker
+from batch_pipeline.errors import BatchPipelineError
 from batch_pipeline.models import Model
+from batch_pipeline.plain import one_line
 from resources import Service
 from resources.kubernetes import worker_tags
+
+log = logging.getLogger(__name__)
 
 
 class WorkerConfig(dg.Config):
@@ -50,7 +56,11 @@ def gpu_worker_job(model_name: str, model: Model) -> dg.JobDefinition:
         parts = service.open()
 
         def report_drained(batch_id: str) -> None:
-            context.log_event(chunk_results_event(parts, batch_id))
+            """Show it in Dagster. An outage of its database must not cost the engine: the merge does it later."""
+            try:
+                context.log_event(chunk_results_event(parts, batch_id))
+            except (BatchPipelineError, SQLAlchemyError, dg.DagsterError) as error:
+                log.warning("the chunks of %s are left for its merge to show: %s", batch_id, one_line(str(error)))
 
         report = worker.serve(
             parts.settings,

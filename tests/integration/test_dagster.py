@@ -9,6 +9,7 @@ from typing import Any
 
 import dagster as dg
 import pytest
+from sqlalchemy.exc import OperationalError
 
 from batch_pipeline import settings as configuration
 from batch_pipeline.ledger import Ledger
@@ -156,6 +157,25 @@ def test_every_result_file_is_proved_by_checks(location: CodeLocation, parts: tu
     result = location.execute(merge)
     checks = {check.check_name: check.passed for check in result.get_asset_check_evaluations()}
     assert checks == {"exactly_one_result": True, "nothing_unknown": True, "manifest_agrees": True}
+
+
+def test_a_worker_outlives_an_outage_of_dagsters_database_and_the_merge_shows_its_chunks(
+    location: CodeLocation, parts: tuple[Ledger, ObjectStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(*_: object) -> dg.AssetMaterialization:
+        raise OperationalError("INSERT", {}, Exception("database is locked"))
+
+    _drop(parts[1], _line("a"))
+    (intake,) = location.tick("drop_folder")
+    location.execute(intake)
+    (launch,) = location.tick("gpu_workers")
+    with monkeypatch.context() as patched:
+        patched.setattr("assets.gpu_workers.chunk_results_event", away)
+        assert location.execute(launch).success
+    assert location.materialized("chunk_results") == set()
+    (merge,) = location.tick("batch_progress")
+    assert location.execute(merge).success
+    assert location.materialized("chunk_results") == {str(intake.partition_key)}
 
 
 def test_launching_any_asset_again_changes_nothing(location: CodeLocation, parts: tuple[Ledger, ObjectStore]) -> None:
