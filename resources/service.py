@@ -16,7 +16,7 @@ from batch_pipeline import settings as configuration
 from batch_pipeline.ledger import Ledger
 from batch_pipeline.store import ObjectStore
 
-SECRET_VARIABLE = "BATCH_PIPELINE_S3_SECRET"
+KEY_VARIABLE = "BATCH_PIPELINE_S3_KEY"
 """Where the resource finds the store's secret: by name, so that the UI shows the name and not the secret. It is not one
 of the variables that override the configuration: set here, it must not reach whoever reads that afterwards."""
 
@@ -56,8 +56,8 @@ def make_resources(settings: configuration.Settings) -> dict[str, dg.Configurabl
     store = settings.store
     secret: dg.EnvVar | None = None
     if store.secret_access_key is not None:
-        os.environ[SECRET_VARIABLE] = store.secret_access_key
-        secret = dg.EnvVar(SECRET_VARIABLE)
+        os.environ[KEY_VARIABLE] = store.secret_access_key
+        secret = dg.EnvVar(KEY_VARIABLE)
     s3 = S3Resource(
         endpoint_url=store.endpoint_url,
         region_name=store.region,
