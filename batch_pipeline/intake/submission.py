@@ -26,6 +26,7 @@ from batch_pipeline.results import outbox
 from batch_pipeline.store import ObjectStore, keys
 from batch_pipeline.wire import codes
 
+MAX_IDEMPOTENCY_KEY_CHARACTERS = 256
 _BLOCK_BYTES = 1024 * 1024
 
 
@@ -54,6 +55,11 @@ def submit(
     used for another submission; StoreError; OSError where the file cannot be read.
     """
     size = check(file, customer, name, settings.intake)
+    if idempotency_key is not None and not 1 <= len(idempotency_key) <= MAX_IDEMPOTENCY_KEY_CHARACTERS:
+        raise CustomerError(
+            codes.INVALID_OPTION,
+            f"the idempotency key has {len(idempotency_key)} characters: give it 1 to {MAX_IDEMPOTENCY_KEY_CHARACTERS}",
+        )
     key = None if idempotency_key is None else f"{door}:{customer}:{idempotency_key}"
     batch = None if key is None else ledger.batches.by_creation_key(key)
     is_new = False

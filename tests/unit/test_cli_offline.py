@@ -139,6 +139,8 @@ def test_an_argument_that_is_not_utf8_is_one_line(
         (["--window", "8d"], "from 1h to 7d"),
         (["--endpoint", "/v1/other"], "'/v1/other' is not accepted"),
         (["--metadata", "novalue"], "write it as KEY=VALUE"),
+        (["--idempotency-key", "k" * 257], "has 257 characters: give it 1 to 256"),
+        (["--idempotency-key", ""], "has 0 characters"),
     ],
 )
 def test_submit_says_what_it_cannot_accept_before_it_sends_anything(
