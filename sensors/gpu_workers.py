@@ -10,7 +10,7 @@ from batch_pipeline.ledger.records import WorkerState
 from batch_pipeline.scheduling.placement import Capacity, plan_workers
 from batch_pipeline.settings import Settings
 from resources import Service
-from sensors.runs import count_under_way, pause_seconds
+from sensors.runs import count_under_way, is_failing, pause_seconds
 
 
 def gpu_worker_sensor(settings: Settings, jobs: Mapping[str, dg.JobDefinition]) -> dg.SensorDefinition:
@@ -27,7 +27,13 @@ def gpu_worker_sensor(settings: Settings, jobs: Mapping[str, dg.JobDefinition]) 
         parts = service.open()
         keep_pool_limits(context.instance, settings)
         backlogs = [backlog for backlog in parts.ledger.backlog() if backlog.model in jobs]
-        pausing = {backlog.model for backlog in backlogs if _is_pausing(backlog.model, parts.ledger, settings)}
+        first_pause = settings.scheduling.retry_run_seconds
+        pausing = {
+            backlog.model
+            for backlog in backlogs
+            if _is_pausing(backlog.model, parts.ledger, settings)
+            or is_failing(context.instance, jobs[backlog.model].name, first_pause)
+        }
         launches = plan_workers(
             [backlog for backlog in backlogs if backlog.model not in pausing],
             [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
@@ -27,6 +28,8 @@ daemon died in between. Nothing in Dagster ends it; its step is requested again,
 """
 PARTITION_TAG = "dagster/partition"
 LONGEST_PAUSE_SECONDS = 600.0
+_MOST_FAILURES = 8
+_WORKED_SECONDS = 600.0
 
 
 def partitions_under_way(instance: dg.DagsterInstance, job_name: str) -> set[str]:
@@ -53,6 +56,22 @@ def _under_way(job_name: str) -> list[RunsFilter]:
 def pause_seconds(attempts: int, first: float) -> float:
     """Return the pause before a step's run is requested again after so many requests: doubling, at most 10 minutes."""
     return min(first * 2.0 ** min(attempts, 16), LONGEST_PAUSE_SECONDS)
+
+
+def is_failing(instance: dg.DagsterInstance, job_name: str, first_pause: float) -> bool:
+    """Whether the newest runs of a job failed soon after their start, more than once, and the pause is not over.
+
+    So a job whose process dies at once (no memory, a broken image) is not launched every few seconds. One failure is
+    no reason to wait: a worker may be preempted. Nor is one of a run that had worked for long.
+    """
+    records = instance.get_run_records(RunsFilter(job_name=job_name), limit=_MOST_FAILURES)
+    ends = []
+    for record in records:
+        end = record.end_time or record.update_timestamp.timestamp()
+        if record.dagster_run.status != DagsterRunStatus.FAILURE or end - (record.start_time or end) > _WORKED_SECONDS:
+            break
+        ends.append(end)
+    return len(ends) > 1 and time.time() < ends[0] + pause_seconds(len(ends) - 2, first_pause)
 
 
 @contextmanager

@@ -238,6 +238,20 @@ def test_a_worker_that_was_created_and_never_queued_does_not_keep_its_place(
     assert len(location.tick("gpu_workers")) == 1
 
 
+def test_workers_whose_process_dies_at_once_are_not_launched_every_few_seconds(
+    location: CodeLocation, parts: tuple[Ledger, ObjectStore]
+) -> None:
+    """Killed before they can tell the ledger anything, as by a container without enough memory."""
+    _drop(parts[1], _line("a"))
+    (intake,) = location.tick("drop_folder")
+    location.execute(intake)
+    job = location.definitions.resolve_job_def("gpu_worker_smollm2_135m")
+    location.instance.report_run_failed(location.instance.create_run_for_job(job))
+    assert len(location.tick("gpu_workers")) == 1, "one may have been preempted"
+    location.instance.report_run_failed(location.instance.create_run_for_job(job))
+    assert location.tick("gpu_workers") == []
+
+
 def test_many_files_are_taken_in_bounded_ticks(
     location: CodeLocation, parts: tuple[Ledger, ObjectStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
