@@ -37,6 +37,8 @@ from batch_pipeline.worker.writer import ChunkWriter
 log = logging.getLogger(__name__)
 
 _RETRY_SECONDS = 1.0
+_MOST_HELD = 4
+"""Chunks held at most, those that only wait for their last answers included, over `leases`: bounds memory."""
 _LOOK_FOR_EXPIRY_SECONDS = 1.0
 
 
@@ -212,7 +214,7 @@ class Worker:
         idle_since: float | None = None
         while not self._draining.is_set():
             self._hungry.clear()
-            if len(self._holdings) >= self._settings.leases or self._runner.unfed >= 2 * self._model.max_in_flight:
+            if self._has_enough():
                 await self._hungry.wait()
                 continue
             leased_at = self._clocks.monotonic()
@@ -239,6 +241,19 @@ class Worker:
                 return
             if not leases:
                 await was_set(self._draining, self._settings.poll_seconds)
+
+    def _has_enough(self) -> bool:
+        """Whether no further chunk is wanted now.
+
+        Chunks that only wait for their last answers or for a retry do not count as `leases`: a few requests that are
+        retried for minutes would keep everything else from the engine. How many of those are held is bounded as well.
+        """
+        feeding = sum(1 for chunk in self._holdings.chunks() if chunk.unfed)
+        return (
+            feeding >= self._settings.leases
+            or len(self._holdings) >= _MOST_HELD * self._settings.leases
+            or self._runner.unfed >= 2 * self._model.max_in_flight
+        )
 
     async def _checkpoints(self) -> None:
         while True:
