@@ -143,6 +143,9 @@ class FakeEngine:
             await asyncio.wait_for(mine.wait(), STARVED_SECONDS)
         except TimeoutError:
             self._stats.starved += 1
+        finally:
+            if mine in self._waiting:
+                self._waiting.remove(mine)
 
     async def _answer(self, path: str, request: web.BaseRequest, raw: bytes) -> web.StreamResponse:
         try:
