@@ -386,7 +386,8 @@ def test_any_order_of_events_and_crashes_ends_with_exactly_one_result_per_reques
 
 
 _LIMITS = limits(
-    max_examples=8,
+    max_examples=10,
+    derandomize=True,  # the same few examples each time, so that what they reach can be required
     stateful_step_count=30,
     deadline=None,
     suppress_health_check=list(HealthCheck),
