@@ -22,6 +22,8 @@ class Feeder:
         self._pausing: list[tuple[float, int, Flight]] = []
         """A heap by the end of the pause."""
         self._order = itertools.count()
+        self._probed: HeldChunk | None = None
+        """Where the last probe came from."""
 
     @property
     def unfed(self) -> int:
@@ -35,6 +37,7 @@ class Feeder:
     def remove(self, chunk: HeldChunk) -> None:
         """Feed nothing of this chunk any more; nothing where it is not here."""
         self._chunks = [kept for kept in self._chunks if kept is not chunk]
+        self._probed = None if self._probed is chunk else self._probed
         self._again = deque(flight for flight in self._again if flight.chunk is not chunk)
         self._pausing = [entry for entry in self._pausing if entry[2].chunk is not chunk]
         heapq.heapify(self._pausing)
@@ -66,7 +69,22 @@ class Feeder:
             if utc < flight.chunk.lease.deadline_at:
                 return flight
             late(flight.chunk)
-        for chunk in self._chunks:
+        return self._fresh(utc, late)
+
+    def next_probe(self, now: float, utc: float, late: Callable[[HeldChunk], None]) -> Flight | None:
+        """Return the request that tells most about an engine which refused: one that has not failed yet.
+
+        Each comes from another chunk than the one before where there is a choice, so that a run of bad requests in one
+        file does not keep the others waiting.
+        """
+        flight = self._fresh(utc, late, last=self._probed)
+        if flight is None:
+            return self.next(now, utc, late)
+        self._probed = flight.chunk
+        return flight
+
+    def _fresh(self, utc: float, late: Callable[[HeldChunk], None], last: HeldChunk | None = None) -> Flight | None:
+        for chunk in sorted(self._chunks, key=lambda chunk: chunk is last):
             if chunk.phase is not Phase.RUNNING or not chunk.waiting:
                 continue
             if utc < chunk.lease.deadline_at:

@@ -178,7 +178,8 @@ class Runner:
             return None
         if len(self._quarantine):
             return None if self._in_flight else self._quarantine.next()
-        return self._feeder.next(now, utc, self._listener.late)
+        choose = self._feeder.next if self._gate.state is GateState.OPEN else self._feeder.next_probe
+        return choose(now, utc, self._listener.late)
 
     def _set_timer(self, now: float) -> None:
         """Wake up when a pause is over, or the gate opens."""
@@ -249,9 +250,11 @@ class Runner:
         pause = pause_seconds(flight.refusals, self._clocks.random, asked_seconds=asked_seconds)
         self._feeder.pause(flight, now + pause)
         if self._gate.refused(flight.epoch, now, asked_seconds):
-            again = self._gate.opens_at - now
-            log.warning("the engine refuses (%s); next try in %.0f s", said, again)
-            self._listener.engine_state(True, f"the engine refuses requests: {said}")
+            self._gate_closed("refuses", said, now)
+
+    def _gate_closed(self, what: str, said: str, now: float) -> None:
+        log.warning("the engine %s requests (%s); next try in %.0f s", what, said, self._gate.opens_at - now)
+        self._listener.engine_state(True, f"the engine {what} requests: {said}")
 
     def _timed_out(self, flight: Flight, error: AnswerTimeout) -> None:
         if self._answers > flight.answers_before:
@@ -277,13 +280,15 @@ class Runner:
         now = self._clocks.monotonic()
         flight.failures += 1
         self._quarantine.cleared(flight)
-        closed = self._gate.refused(flight.epoch, now)
+        # The second failure of one request says nothing more about the engine than its first, unless it was the probe.
+        counts = flight.failures == 1 or self._gate.state is GateState.PROBING
+        closed = counts and self._gate.refused(flight.epoch, now)
         if flight.failures >= self._settings.max_request_attempts:
             self._verdict(flight, codes.ENGINE_ERROR, f"tried {flight.failures} times; the last time {said}")
             return
         self._feeder.pause(flight, now + pause_seconds(flight.failures, self._clocks.random))
         if closed:
-            self._listener.engine_state(True, f"the engine fails: {said}")
+            self._gate_closed("fails", said, now)
 
     def _verdict(self, flight: Flight, code: str, message: str) -> None:
         self._gate.abandoned(flight.epoch)

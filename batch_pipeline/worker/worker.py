@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 _RETRY_SECONDS = 1.0
 _MOST_HELD = 4
-"""Chunks held at most, those that only wait for their last answers included, over `leases`: bounds memory."""
+"""Chunks held at most, those that only wait for their last answers included, as a multiple of `leases`."""
 _LOOK_FOR_EXPIRY_SECONDS = 1.0
 
 
@@ -184,7 +184,7 @@ class Worker:
 
     def hungry(self) -> None:
         """Lease another chunk where one more may be held."""
-        if len(self._holdings) < self._settings.leases:
+        if not self._has_enough():
             self._hungry.set()
 
     def engine_state(self, ready: bool, detail: str | None) -> None:
@@ -246,7 +246,7 @@ class Worker:
         """Whether no further chunk is wanted now.
 
         Chunks that only wait for their last answers or for a retry do not count as `leases`: a few requests that are
-        retried for minutes would keep everything else from the engine. How many of those are held is bounded as well.
+        retried for minutes would keep everything else from the engine. Of those, `_MOST_HELD` times as many are held.
         """
         feeding = sum(1 for chunk in self._holdings.chunks() if chunk.unfed)
         return (

@@ -158,3 +158,21 @@ def test_an_input_that_is_not_the_chunk_that_the_ledger_knows_is_refused() -> No
     with pytest.raises(ProofFailed, match="holds request 9"):
         chunk.load(rows([4, 5]), [result(9)])
     assert chunk.phase is Phase.LOADING
+
+
+def test_a_probe_is_a_request_that_has_not_failed_yet_and_of_another_chunk_than_the_one_before() -> None:
+    feeder = Feeder()
+    first, second = held(0, [1, 2]), held(1, [3])
+    feeder.add(first)
+    feeder.add(second)
+    failed = feeder.next(0.0, 0.0, nobody)
+    assert failed is not None
+    feeder.pause(failed, until=0.5)
+
+    def probe() -> int:
+        flight = feeder.next_probe(1.0, 0.0, nobody)
+        assert flight is not None
+        return flight.request.index
+
+    assert [probe(), probe(), probe()] == [2, 3, failed.request.index]
+    assert feeder.next_probe(1.0, 0.0, nobody) is None
