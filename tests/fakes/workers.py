@@ -27,6 +27,7 @@ from batch_pipeline.store import ObjectStore
 from batch_pipeline.wire import chunk_files
 from batch_pipeline.worker import Worker, WorkerReport
 from tests.fakes import engine as fake_engine
+from tests.fakes.memory import peak_bytes
 
 MODEL = fake_engine.MODEL
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -149,7 +150,7 @@ def main() -> None:
     ledger = Ledger.open(ledger_url, lease_seconds=settings.worker.lease_seconds)
     report = make_worker(ledger, ObjectStore.open(settings.store), settings, engine).run()
     usage = resource.getrusage(resource.RUSAGE_SELF)
-    life = Life(report, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024)
+    life = Life(report, usage.ru_utime + usage.ru_stime, peak_bytes())
     print(msgspec.json.encode(life).decode(), flush=True)
 
 

@@ -35,13 +35,12 @@ MEBIBYTE = 1024 * 1024
 LINE_BYTES = 4 * MEBIBYTE
 BIG = 64 * LINE_BYTES
 _CHECK = """
-import json, resource, sys
+import json, sys
 from pathlib import Path
 from batch_pipeline.intake.check import check_file
 from batch_pipeline.settings import Settings
+from tests.fakes.memory import peak_bytes
 from tests.fakes.small_model import small_settings
-def peak():
-    return int(next(l for l in open("/proc/self/status") if l.startswith("VmHWM")).split()[1]) * 1024
 def reset():
     Path("/proc/self/clear_refs").write_text("5")
 settings = small_settings(Path(sys.argv[1]))
@@ -49,7 +48,7 @@ warm = Path(sys.argv[1]) / "warm.jsonl"
 warm.write_bytes(sys.argv[2].encode() + b"\\n")
 list(check_file(warm, "/v1/chat/completions", settings))
 reset()
-before = peak()
+before = peak_bytes()
 found = check_file(sys.stdin.buffer, "/v1/chat/completions", settings)
 codes, first = {}, []
 for problem in found:
@@ -57,7 +56,7 @@ for problem in found:
     if len(first) < 5:
         first.append([problem.line, problem.code, problem.message])
 print(json.dumps({"total": found.total, "invalid": found.invalid, "codes": codes, "first": first,
-                  "errors": [error.code for error in found.errors], "bytes": peak() - before}))
+                  "errors": [error.code for error in found.errors], "bytes": peak_bytes() - before}))
 """
 
 
