@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from batch_pipeline.errors import SettingsError
-from batch_pipeline.models import ENDPOINTS, INLINE_MEDIA, Model
+from batch_pipeline.models import ENDPOINTS, INLINE_MEDIA, Model, Prices
 
 CONFIG_VARIABLE = "BATCH_PIPELINE_CONFIG"
 OVERRIDE_PREFIX = "BATCH_PIPELINE__"
@@ -31,6 +31,9 @@ _LABEL = "[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
 STORE_URL = re.compile(rf"https?://(?:{_LABEL}(?:\.{_LABEL})*\.?|\[[0-9A-Fa-f:.]+\])(?::[0-9]{{1,5}})?(?:/\S*)?")
 """Hosts as boto3 takes them: without `_`."""
 MEBIBYTE = 1024 * 1024
+MOST_DOLLARS = 1_000_000
+DECIMALS = 6
+"""Of a price and of the discount: so every bill is exact in the 18 decimals of the reports."""
 
 
 class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -100,6 +103,9 @@ class Worker(_Section, frozen=True):
     max_chunk_attempts: int = 8
     """Leases of one chunk that may end without a commit before its unfinished requests become errors."""
     request_timeout_seconds: float = 1800.0
+    """Longest time for one answer. The usual limit is shorter: it follows from `max_tokens` and the measured speed."""
+    least_request_timeout_seconds: float = 120.0
+    """That limit is never shorter than this."""
     max_answer_bytes: int = 16 * MEBIBYTE
     """Largest answer of the engine to one request: a larger one ends as an error, so that no request fills the memory.
     """
@@ -138,6 +144,35 @@ class Retention(_Section, frozen=True):
     """Most batches (and partitions) of each kind in one run of housekeeping."""
 
 
+class Api(_Section, frozen=True):
+    """The HTTP service of `batch-pipeline serve`."""
+
+    host: str = "127.0.0.1"
+    """Address that it listens on. It speaks plain HTTP: put a proxy with TLS before it where others can reach it."""
+    port: int = 8480
+    threads: int = 16
+    """Most calls to the ledger and the store at once; others wait."""
+    uploads: int = 8
+    """Most bodies of files received at once, each with some 20 MiB of memory; others wait."""
+    idle_seconds: float = 60.0
+    """A client that sends nothing of a body for so long is given up."""
+
+
+class Limits(_Section, frozen=True):
+    """What a customer may have, unless `batch-pipeline customers set` says otherwise for it."""
+
+    max_requests: int = 20_000_000
+    """Requests in one file. Never more than intake.max_requests."""
+    max_file_bytes: int = 20 * 1024 * MEBIBYTE
+    """Bytes of one file. Never more than intake.max_file_bytes."""
+    max_open_batches: int = 10_000
+    """Batches without a final status."""
+    max_enqueued_tokens: int = 1_000_000_000_000
+    """Prompt tokens of one model in the batches that wait or run."""
+    requests_per_minute: int = 6000
+    """Requests to the API with one key, counted in each process that serves it."""
+
+
 class Embedded(_Section, frozen=True):
     """The stack that `make up` starts on this machine; every service binds to loopback."""
 
@@ -156,6 +191,8 @@ class Settings(_Section, frozen=True):
     worker: Worker = Worker()
     scheduling: Scheduling = Scheduling()
     retention: Retention = Retention()
+    api: Api = Api()
+    limits: Limits = Limits()
     embedded: Embedded = Embedded()
     models: dict[str, Model] = {}
 
@@ -190,7 +227,14 @@ def load(path: Path | None = None, environment: Mapping[str, str] | None = None)
 def check(settings: Settings) -> list[str]:
     """Return what is wrong with values that are each of the right type; one sentence each, naming the field."""
     problems = []
-    for section in (settings.intake, settings.worker, settings.scheduling, settings.retention):
+    for section in (
+        settings.intake,
+        settings.worker,
+        settings.scheduling,
+        settings.retention,
+        settings.api,
+        settings.limits,
+    ):
         for field in section.__struct_fields__:
             value = getattr(section, field)
             # Not `value <= 0`: TOML has a nan.
@@ -228,11 +272,7 @@ def _check_model(name: str, model: Model) -> list[str]:
         for endpoint in model.endpoints
         if endpoint not in ENDPOINTS
     ]
-    for price in ("input_per_million", "output_per_million"):
-        if not 0 <= getattr(model.prices, price) < math.inf:
-            problems.append(f"{where}.prices.{price} must be 0 or more")
-    if not 0 <= model.prices.batch_discount <= 1:
-        problems.append(f"{where}.prices.batch_discount must be between 0 and 1")
+    problems += [f"{where}.prices.{problem}" for problem in _check_prices(model.prices)]
     if model.engine_url is not None and not model.engine_url.startswith(("http://", "https://")):
         problems.append(f"{where}.engine_url must start with http:// or https://")
     problems += [
@@ -240,6 +280,21 @@ def _check_model(name: str, model: Model) -> list[str]:
         f'"{INLINE_MEDIA}"'
         for host in model.allowed_media_hosts
         if host != INLINE_MEDIA and not MEDIA_HOST.fullmatch(host)
+    ]
+    return problems
+
+
+def _check_prices(prices: Prices) -> list[str]:
+    problems = []
+    for price in ("input_per_million", "output_per_million"):
+        if not 0 <= getattr(prices, price) < MOST_DOLLARS:
+            problems.append(f"{price} must be 0 or more, and below {MOST_DOLLARS}")
+    if not 0 <= prices.batch_discount <= 1:
+        problems.append("batch_discount must be between 0 and 1")
+    problems += [
+        f"{name} may have at most {DECIMALS} decimals, not {value!r}"
+        for name, value in msgspec.structs.asdict(prices).items()
+        if math.isfinite(value) and round(value, DECIMALS) != value
     ]
     return problems
 

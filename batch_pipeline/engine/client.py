@@ -91,20 +91,18 @@ _SHOWN_CHARACTERS = 300
 class EngineClient:
     """A client of the engine at `url`. Use it in one event loop, and close it. The caller bounds what is in flight."""
 
-    def __init__(self, url: str, timeout_seconds: float, max_answer_bytes: int = MAX_ANSWER_BYTES) -> None:
+    def __init__(self, url: str, max_answer_bytes: int = MAX_ANSWER_BYTES) -> None:
         self._base = url.rstrip("/")
-        self._timeout_seconds = timeout_seconds
         self._max_answer_bytes = max_answer_bytes
         self._urls: dict[str, yarl.URL] = {}
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS),
-            timeout=aiohttp.ClientTimeout(total=timeout_seconds, sock_connect=_CONNECT_SECONDS),
             cookie_jar=aiohttp.DummyCookieJar(),
             skip_auto_headers=("User-Agent", "Accept-Encoding"),
             headers=_HEADERS,
         )
 
-    async def complete(self, endpoint: str, body: bytes) -> Answer:
+    async def complete(self, endpoint: str, body: bytes, timeout_seconds: float) -> Answer:
         """Send one request body to an endpoint, for instance `/v1/completions`, and return the answer of any status.
 
         Raises ConnectionLost or AnswerTimeout where there is none, AnswerTooLarge where it does not end.
@@ -113,12 +111,13 @@ class EngineClient:
         if url is None:
             url = self._urls[endpoint] = yarl.URL(self._base + endpoint)
         try:
-            async with self._session.post(url, data=body, allow_redirects=False) as response:
+            timeout = aiohttp.ClientTimeout(total=timeout_seconds, sock_connect=_CONNECT_SECONDS)
+            async with self._session.post(url, data=body, allow_redirects=False, timeout=timeout) as response:
                 return _answer(response, await self._read(response))
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise ConnectionLost(f"nobody answers at {self._base}: {error}", sent=False) from error
         except TimeoutError as error:
-            raise AnswerTimeout(f"no answer within {self._timeout_seconds:.0f} s") from error
+            raise AnswerTimeout(f"no answer within {timeout_seconds:.0f} s") from error
         except aiohttp.ClientError as error:
             raise ConnectionLost(f"the connection broke: {error or type(error).__name__}", sent=True) from error
 

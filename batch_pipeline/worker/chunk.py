@@ -110,9 +110,13 @@ class Flight:
     """Tries that failed by its own fault, as far as one can tell."""
     refusals: int = 0
     """Tries that the engine refused: they say nothing about the request."""
+    timeouts: int = 0
+    """Tries without an answer in time."""
     hung: bool = False
     """Its last try got no answer in time, and nobody else did."""
     # Of the current try:
+    limit_seconds: float = 0.0
+    """How long it may take."""
     epoch: int = 0
     """The gate's, when it was fed."""
     answers_before: int = 0

@@ -43,7 +43,7 @@ class Feeder:
         heapq.heapify(self._pausing)
 
     def again(self, flight: Flight) -> None:
-        """Feed this request before all others: it never reached the engine."""
+        """Feed this request before all others."""
         self._again.append(flight)
 
     def pause(self, flight: Flight, until: float) -> None:

@@ -4,7 +4,8 @@
                 ^                         ├──429, 503, ...──────────> pauses, as often as it takes (and see `gate`)
                 │                         ├──500, ...───────────────> pauses, `max_request_attempts` times at most
                 └──── pause over ─────────┤
-                                          ├──no answer in time──────> result, where others are answered
+                                          ├──no answer in time──────> once more with twice the time (see `patience`),
+                                          │                           in the end a result, where others are answered
                                           └──engine dead, or hung───> suspect (see `quarantine`), after its restart
 
 A request that pauses holds no place. Everything here runs in one event loop, and nothing waits while it decides.
@@ -30,6 +31,7 @@ from batch_pipeline.worker.chunk import Flight, HeldChunk, Phase
 from batch_pipeline.worker.feeder import Feeder
 from batch_pipeline.worker.gate import Gate, GateState
 from batch_pipeline.worker.outcome import Meaning
+from batch_pipeline.worker.patience import Patience
 from batch_pipeline.worker.pauses import pause_seconds
 from batch_pipeline.worker.quarantine import Quarantine
 
@@ -81,6 +83,7 @@ class Runner:
         self._client: EngineClient | None = None
         self._feeder = Feeder()
         self._gate = Gate(clocks.random)
+        self._patience = Patience(settings.least_request_timeout_seconds, settings.request_timeout_seconds)
         self._quarantine: Quarantine[Flight] = Quarantine(settings.max_request_attempts)
         self._in_flight: dict[Flight, None] = {}
         """In the order in which they were fed."""
@@ -105,9 +108,7 @@ class Runner:
     async def open(self) -> None:
         """Begin to feed: the engine is ready."""
         self.engine_version = await self._engine.version()
-        self._client = EngineClient(
-            self._engine.url, self._settings.request_timeout_seconds, self._settings.max_answer_bytes
-        )
+        self._client = EngineClient(self._engine.url, self._settings.max_answer_bytes)
         self._watching = asyncio.create_task(self._watch())
         self.fill()
 
@@ -201,8 +202,10 @@ class Runner:
         lease, body = flight.chunk.lease, flight.request.body
         if self._isolate:
             body = outcome.salted(body, lease.customer)
+        began = self._clocks.monotonic()
         try:
-            answer = await self._client.complete(lease.endpoint, body)
+            flight.limit_seconds = self._patience.limit(flight.request, flight.timeouts)
+            answer = await self._client.complete(lease.endpoint, body, flight.limit_seconds)
         except AnswerTimeout as error:
             self._landed(flight)
             self._timed_out(flight, error)
@@ -219,6 +222,8 @@ class Runner:
             raise
         else:
             self._landed(flight)
+            if answer.output_tokens:
+                self._patience.answered(self._clocks.monotonic() - began, answer.output_tokens)
             self._answered(flight, answer)
         self.fill()
 
@@ -257,9 +262,14 @@ class Runner:
         self._listener.engine_state(True, f"the engine {what} requests: {said}")
 
     def _timed_out(self, flight: Flight, error: AnswerTimeout) -> None:
+        flight.timeouts += 1
         if self._answers > flight.answers_before:
-            message = f"{error}, while the engine answered other requests"
-            self._verdict(flight, codes.REQUEST_TIMEOUT, message)
+            longest = flight.limit_seconds >= self._settings.request_timeout_seconds
+            if longest or flight.timeouts >= self._settings.max_request_attempts:
+                self._verdict(flight, codes.REQUEST_TIMEOUT, f"{error}, while the engine answered other requests")
+                return
+            self._gate.abandoned(flight.epoch)
+            self._feeder.again(flight)
             return
         flight.hung = True
         self._broken.append((flight, str(error)))
@@ -368,9 +378,7 @@ class Runner:
         for flight in culprits:
             self._fruitless_deaths = 0
             if flight.hung:
-                message = (
-                    f"no answer within {self._settings.request_timeout_seconds:.0f} s in each of {tries} tries alone"
-                )
+                message = f"no answer in any of {tries} tries alone, the last of {flight.limit_seconds:.0f} s"
                 self._verdict(flight, codes.REQUEST_TIMEOUT, message)
             else:
                 message = f"the engine died each of the {tries} times that this request ran alone"

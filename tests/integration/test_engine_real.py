@@ -45,8 +45,8 @@ def ask(url: str, questions: list[tuple[str, Any]]) -> list[Answer]:
     """Return an engine's answers to these, one after the other."""
 
     async def all_of_them() -> list[Answer]:
-        async with EngineClient(url, 300.0) as client:
-            return [await client.complete(endpoint, json.dumps(body).encode()) for endpoint, body in questions]
+        async with EngineClient(url) as client:
+            return [await client.complete(endpoint, json.dumps(body).encode(), 300.0) for endpoint, body in questions]
 
     return asyncio.run(all_of_them())
 

@@ -161,8 +161,8 @@ def test_an_engine_that_says_it_is_not_well_is_not_alive() -> None:
 
 def test_no_answer_tells_whether_the_request_was_sent() -> None:
     async def ask(url: str, prompt: str) -> None:
-        async with EngineClient(url, 0.5) as client:
-            await client.complete("/v1/completions", b'{"prompt":"%s"}' % prompt.encode())
+        async with EngineClient(url) as client:
+            await client.complete("/v1/completions", b'{"prompt":"%s"}' % prompt.encode(), 0.5)
 
     with fake_engine.running() as fake:
         with pytest.raises(AnswerTimeout, match="no answer within"):

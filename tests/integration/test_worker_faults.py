@@ -413,6 +413,34 @@ def test_a_request_without_an_answer_in_time_ends_as_request_timeout_while_other
     assert {index: line["error"]["code"] for index, line in lines.items() if line["error"]} == {0: "request_timeout"}
 
 
+@pytest.mark.parametrize(
+    ("prompt", "calls", "error"),
+    [
+        ("[[hang]]", 3, "no answer within 4 s, while the engine answered other requests"),
+        ("[[slow:1.5]] say", 2, None),
+    ],
+)
+def test_a_hanging_request_is_noticed_long_before_the_ceiling_and_a_slow_one_gets_more_time(
+    *, prompt: str, calls: int, error: str | None, sqlite_url: str, store: ObjectStore, settings: Settings
+) -> None:
+    ledger = Ledger.open(sqlite_url)
+    requests = [chat_request(index, prompt if index == 60 else f"say {index}", 8) for index in range(1500)]
+    batch = make_batch(ledger, store, [requests])
+    with fake_engine.running("--delay", "0.02") as fake:
+        # The answers come at once, so that the shortest limit is the one that holds: a second, then two, then four.
+        patient = quick(
+            settings,
+            request_timeout_seconds=3600.0,
+            least_request_timeout_seconds=1.0,
+            max_request_attempts=3,
+            model={"max_in_flight": 4},
+        )
+        make_worker(ledger, store, patient, attached(fake.url)).run()
+        assert fake.stats().calls == 1499 + calls
+    line = lines_of(ledger, store, batch.batch_id)[60]
+    assert (line["error"] or {}) == ({"code": "request_timeout", "message": error} if error else {})
+
+
 def test_an_engine_that_hangs_is_started_again(
     sqlite_url: str, store: ObjectStore, settings: Settings, tmp_path: Path
 ) -> None:
