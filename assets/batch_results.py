@@ -106,7 +106,7 @@ def _metadata(batch: Batch, proof: Proof, parts: Parts) -> dict[str, Any]:
         "input_tokens": batch.input_tokens,
         "cached_tokens": batch.cached_tokens,
         "output_tokens": batch.output_tokens,
-        "price_usd": "unknown" if written is None or written.cost is None else written.cost,
+        "price_usd": "unknown" if written is None or written.cost is None else float(written.cost),
         "output": batch.output_key or "none",
         "errors": batch.error_key or "none",
         "manifest": batch.manifest_key or "none",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from decimal import Decimal, localcontext
+
 import msgspec
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
@@ -18,10 +20,20 @@ class Prices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     batch_discount: float = 0.5
     """Share of the online price that a batch does not pay, 0 to 1."""
 
-    def cost(self, input_tokens: int, output_tokens: int) -> float:
-        """Return the batch price in dollars of so many tokens."""
-        online = (input_tokens * self.input_per_million + output_tokens * self.output_per_million) / 1e6
-        return online * (1.0 - self.batch_discount)
+    def cost(self, input_tokens: int, output_tokens: int) -> Decimal:
+        """Return the batch price in US dollars of so many tokens: exact, with the prices as they are written in the
+        configuration.
+        """
+        with localcontext(prec=100):
+            online = input_tokens * _exact(self.input_per_million) + output_tokens * _exact(self.output_per_million)
+            cost = (online / 1_000_000 * (1 - _exact(self.batch_discount))).normalize()
+            # 5E+1 is 50.
+            return cost.quantize(Decimal(1)) if cost == cost.to_integral_value() else cost
+
+
+def _exact(written: float) -> Decimal:
+    """Return the shortest decimal that stands for a float: 0.1 and not 0.1000000000000000055."""
+    return Decimal(repr(written))
 
 
 class Kubernetes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -81,6 +81,7 @@ class App:
 
 
 pass_app = click.make_pass_decorator(App)
+_encoder = msgspec.json.Encoder(decimal_format="number")
 
 
 def make_console(*, to_stderr: bool = False) -> Console:
@@ -100,4 +101,4 @@ class PlainConsole(Console):
 
 def print_json(value: Any) -> None:
     """Print a value as one JSON document, indented for people, on stdout and nowhere else."""
-    click.echo(printable(msgspec.json.format(msgspec.json.encode(value), indent=2).decode()))
+    click.echo(printable(msgspec.json.format(_encoder.encode(value), indent=2).decode()))

@@ -27,6 +27,7 @@ from batch_pipeline.ledger.transitions import (
     stop_pending,
     update_batch,
 )
+from batch_pipeline.ledger.usage import Charge, charge
 
 _STOPPED_STATE = {BatchStatus.CANCELLED: ChunkState.CANCELLED, BatchStatus.EXPIRED: ChunkState.EXPIRED}
 
@@ -185,9 +186,16 @@ class Batches:
         return [batch_id for batch_id in found if self.settle(batch_id, actor)]
 
     def finish(
-        self, batch_id: str, files: records.FinalFiles, *, run_id: str | None = None, actor: str = "merge"
+        self,
+        batch_id: str,
+        files: records.FinalFiles,
+        *,
+        charges: Sequence[Charge] = (),
+        run_id: str | None = None,
+        actor: str = "merge",
     ) -> Batch:
-        """finalizing -> completed | expired | cancelled, and validating -> failed, with the files' ids (I6).
+        """finalizing -> completed | expired | cancelled, and validating -> failed, with the files' ids (I6) and what
+        the batch is charged for.
 
         A batch that is final already is returned unchanged. Raises ProofFailed where the counts do not add up (I7).
         """
@@ -197,6 +205,7 @@ class Batches:
                 raise NotFound(f"no batch {batch_id}")
             if not BatchStatus(batch.status).is_final:
                 _finish(tx, batch, files, run_id, actor)
+                charge(tx, batch_id, charges)
             return _get(tx, batch_id)
 
     def get(self, batch_id: str, *, customer: str | None = None) -> Batch:

@@ -11,6 +11,7 @@ from batch_pipeline.ledger.events import Events
 from batch_pipeline.ledger.notices import Notices
 from batch_pipeline.ledger.retention import Retention
 from batch_pipeline.ledger.schema import batches, is_open, lanes
+from batch_pipeline.ledger.usage import Usage
 from batch_pipeline.ledger.workers import Workers
 from batch_pipeline.scheduling.placement import Backlog
 from batch_pipeline.settings import Settings
@@ -27,6 +28,7 @@ class Ledger:
         self.events = Events(database)
         self.notices = Notices(database)
         self.retention = Retention(database)
+        self.usage = Usage(database)
 
     @classmethod
     def open(

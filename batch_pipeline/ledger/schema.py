@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """`upgrade` brings older tables to it."""
 
 metadata = sa.MetaData()
@@ -107,6 +107,7 @@ sa.Index("batches_with_objects", batches.c.ended_at, postgresql_where=has_object
 sa.Index("batches_by_name", batches.c.customer, batches.c.name, batches.c.created_at)
 sa.Index("batches_by_customer", batches.c.customer, batches.c.created_at)
 sa.Index("batches_by_time", batches.c.created_at)
+sa.Index("batches_by_end", batches.c.ended_at, batches.c.batch_id)
 
 chunks = sa.Table(
     "chunks",
@@ -180,6 +181,18 @@ customers = sa.Table(
     sa.Column("customer", sa.String(64), primary_key=True),
     sa.Column("weight", sa.Double, nullable=False, default=1.0, comment="Share of a model's service"),
     sa.Column("created_at", sa.Double, nullable=False),
+)
+
+charges = sa.Table(
+    "charges",
+    metadata,
+    sa.Column("batch_id", sa.String(64), sa.ForeignKey("batches.batch_id"), primary_key=True),
+    sa.Column("model", sa.String(64), primary_key=True),
+    sa.Column("input_tokens", sa.BigInteger, nullable=False, comment="Of its answered requests, as the next two"),
+    sa.Column("cached_tokens", sa.BigInteger, nullable=False),
+    sa.Column("output_tokens", sa.BigInteger, nullable=False),
+    sa.Column("prices", sa.Text, comment="Those of the day on which the batch ended; null where none was known"),
+    sa.Column("cost", sa.String(80), comment="US dollars as an exact decimal; null where no price was known"),
 )
 
 workers = sa.Table(

@@ -9,9 +9,13 @@ from batch_pipeline.ledger import schema
 
 _NEW_COLUMNS = {
     2: ("archived_at", "archived_lanes", "work_removed_at", "files_removed_at", "stored"),
+    3: (),
 }
 """Columns of `batches` that each version has added."""
-_NEW_INDEXES = {2: ("batches_unarchived", "batches_with_work", "batches_with_objects")}
+_NEW_INDEXES = {
+    2: ("batches_unarchived", "batches_with_work", "batches_with_objects"),
+    3: ("batches_by_end",),
+}
 
 
 def upgrade(connection: sa.Connection, version: int) -> bool:
@@ -28,7 +32,7 @@ def upgrade(connection: sa.Connection, version: int) -> bool:
             connection.exec_driver_sql(f"ALTER TABLE batches ADD COLUMN {column}")
         for index in schema.batches.indexes:
             if index.name in _NEW_INDEXES[step]:
-                index.create(connection)
+                index.create(connection, checkfirst=True)
     if version < schema.SCHEMA_VERSION:
         connection.execute(schema.schema_info.update().values(version=schema.SCHEMA_VERSION))
     return True

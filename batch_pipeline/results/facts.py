@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+import msgspec
+
 from batch_pipeline.ledger import Ledger
 from batch_pipeline.ledger.records import Batch, BatchStatus, Chunk, Event
+from batch_pipeline.ledger.usage import Charge, total_cost
 from batch_pipeline.models import Prices
 from batch_pipeline.results import manifest
 from batch_pipeline.results.manifest import ChunkFacts, EventFacts, Head, InputFacts, ModelUsage, PartFacts, Usage
@@ -74,12 +77,11 @@ def build_manifest(
     *,
     prices: dict[str, Prices],
     events: Iterable[EventFacts],
-) -> bytes:
-    """Return the bytes of the batch's manifest, the same whenever and by whomever they are made."""
+) -> tuple[bytes, list[Charge]]:
+    """Return the bytes of the batch's manifest, the same whenever and by whomever they are made, and its bill."""
     facts = [chunk_facts(chunk, kept) for chunk in chunks]
     models = _model_usage(facts, prices)
-    costs = [model.cost for model in models]
-    known = [cost for cost in costs if cost is not None]
+    bill = charges_of(models)
     head = Head(
         batch_id=batch.batch_id,
         customer=batch.customer,
@@ -95,7 +97,7 @@ def build_manifest(
         counts=counted.counts,
         usage=counted.usage,
         models=models,
-        cost=sum(known) if len(known) == len(costs) else None,
+        cost=total_cost(bill),
         input=InputFacts(
             key=batch.input_key,
             bytes=batch.input_bytes,
@@ -106,7 +108,15 @@ def build_manifest(
         output=counted.output,
         errors=counted.errors,
     )
-    return manifest.encode(head, facts, events)
+    return manifest.encode(head, facts, events), bill
+
+
+def charges_of(models: Iterable[ModelUsage]) -> list[Charge]:
+    """Return what a manifest says of a batch's models in the ledger's words."""
+    return [
+        Charge(model=used.model, **msgspec.structs.asdict(used.usage), prices=used.prices, cost=used.cost)
+        for used in models
+    ]
 
 
 def _model_usage(chunks: Iterable[ChunkFacts], prices: dict[str, Prices]) -> list[ModelUsage]:

@@ -9,6 +9,7 @@ are UTC seconds since the epoch.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from decimal import Decimal
 
 import msgspec
 
@@ -76,7 +77,7 @@ class ModelUsage(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     usage: Usage
     prices: Prices | None
-    cost: float | None
+    cost: Decimal | None
 
 
 class PartFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,8 +139,8 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
     usage: Usage
     """Counted in the responses of the output file."""
     models: list[ModelUsage]
-    cost: float | None
-    """In US dollars, at the batch price; null where a price is not known."""
+    cost: Decimal | None
+    """In US dollars, at the batch price, exact; null where a price is not known."""
     input: InputFacts
     output: FileFacts | None
     """Null where no request was answered: then there is no such file."""
@@ -171,7 +172,7 @@ class _WithEvents(msgspec.Struct, frozen=True):
     events: list[EventFacts]
 
 
-_encoder = msgspec.json.Encoder()
+_encoder = msgspec.json.Encoder(decimal_format="number")
 _decoder = msgspec.json.Decoder(Manifest)
 _event_decoder = msgspec.json.Decoder(_WithEvents)
 

@@ -25,6 +25,7 @@ from batch_pipeline import ids
 from batch_pipeline.errors import NotAllowedInState, ProofFailed
 from batch_pipeline.ledger import Ledger
 from batch_pipeline.ledger.records import Batch, BatchStatus, Chunk, ChunkState, FinalFiles
+from batch_pipeline.ledger.usage import Charge
 from batch_pipeline.models import Prices
 from batch_pipeline.results import manifest
 from batch_pipeline.results.archived import all_chunks, all_events, check_files_kept
@@ -82,7 +83,7 @@ def merge(
     if chunks is None:
         return _final_files(ledger.batches.get(batch_id))
     prefix = keys.final(batch_id, "")
-    counted, data = _make_files(
+    counted, data, charges = _make_files(
         batch,
         chunks,
         store,
@@ -101,7 +102,7 @@ def merge(
         cancelled=counted.counts.cancelled,
         **msgspec.structs.asdict(counted.usage),
     )
-    return _final_files(ledger.batches.finish(batch_id, files, run_id=run_id))
+    return _final_files(ledger.batches.finish(batch_id, files, charges=charges, run_id=run_id))
 
 
 def _stopped_chunks(batch: Batch, ledger: Ledger) -> list[Chunk] | None:
@@ -136,8 +137,9 @@ def _make_files(
     prefix: str,
     prices: dict[str, Prices],
     events: Iterable[EventFacts],
-) -> tuple[Counted, bytes]:
-    """Write output and error file below `prefix`, prove them, and return what they hold and the manifest's bytes.
+) -> tuple[Counted, bytes, list[Charge]]:
+    """Write output and error file below `prefix`, prove them, and return what they hold, the manifest's bytes and the
+    bill.
 
     The manifest names the files by their final keys wherever they lie.
     """
@@ -150,7 +152,7 @@ def _make_files(
         error_key=f"{prefix}{ERRORS}",
     )
     counted = _read_back(batch, written, store, prefix)
-    return counted, build_manifest(batch, chunks, written.kept, counted, prices=prices, events=events)
+    return counted, *build_manifest(batch, chunks, written.kept, counted, prices=prices, events=events)
 
 
 def _read_back(batch: Batch, written: Assembled, store: ObjectStore, prefix: str) -> Counted:
@@ -217,7 +219,7 @@ def _rebuild(batch: Batch, ledger: Ledger, store: ObjectStore, settings: Setting
     prefix = keys.rebuild(batch.batch_id, ids.new_nonce())
     chunks = all_chunks(batch, ledger, store)
     events = [event_facts(event) for event in all_events(batch, ledger, store)]
-    counted, data = _make_files(
+    counted, data, _ = _make_files(
         batch, chunks, store, scratch=_scratch(settings), prefix=prefix, prices=prices, events=until_merge(events)
     )
     made = Problems()

@@ -39,6 +39,7 @@ CANCEL = "cancel.json"
 SHOWN_END = "final"
 """What the ledger notes as published once the final status is."""
 _JSON = "application/json"
+_encoder = msgspec.json.Encoder(decimal_format="number")
 
 
 class Rejection(msgspec.Struct, frozen=True, kw_only=True):
@@ -324,7 +325,7 @@ def _read(store: ObjectStore, key: str) -> _Existing | None:
 
 
 def _encode(document: StatusDocument | Rejection | CancelAnswer) -> bytes:
-    return msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n"
+    return msgspec.json.format(_encoder.encode(document), indent=2) + b"\n"
 
 
 def _word(document: StatusDocument) -> str:

@@ -6,11 +6,13 @@ Times in OpenAI's fields are whole Unix seconds; ours (`as_of`, `estimated_finis
 from __future__ import annotations
 
 from collections.abc import Sequence
+from decimal import Decimal
 
 import msgspec
 
 from batch_pipeline.ledger import Ledger
 from batch_pipeline.ledger.records import Batch, BatchError, BatchStatus, Lane
+from batch_pipeline.ledger.usage import total_cost
 from batch_pipeline.plain import printable
 from batch_pipeline.results.manifest import Counts, Usage
 from batch_pipeline.scheduling.explain import LaneView, Situation, WorkerView, estimate_finish, explain
@@ -101,8 +103,10 @@ class StatusDocument(msgspec.Struct, frozen=True, kw_only=True):
     reason: str | None
     """What the batch is waiting for; null after the end."""
     estimated_finish_at: float | None
-    cost: float | None
-    """Of the tokens so far, in US dollars at the batch price; null where the catalogue has lost a model."""
+    cost: Decimal | None
+    """Of the tokens so far, in US dollars at the batch price; of a final batch what it is charged. Null where the
+    catalogue has lost a model.
+    """
     files: FilesShown
     revision: int
     progress: int
@@ -143,7 +147,9 @@ def current_status(batch_id: str, *, ledger: Ledger, settings: Settings, folder:
         total=batch.total - batch.invalid,
     )
     estimate = None if batch.status.is_final else finish
-    return batch_object(batch, lanes, reason, estimate, settings=settings, as_of=as_of, folder=folder or batch.name)
+    charges = ledger.usage.of(batch_id) if batch.status.is_final else []
+    cost = total_cost(charges) if charges else _cost(lanes, settings)
+    return batch_object(batch, lanes, reason, estimate, cost=cost, as_of=as_of, folder=folder or batch.name)
 
 
 def batch_object(
@@ -152,7 +158,7 @@ def batch_object(
     reason: str | None,
     estimate: float | None,
     *,
-    settings: Settings,
+    cost: Decimal | None,
     as_of: float,
     folder: str,
 ) -> StatusDocument:
@@ -190,7 +196,7 @@ def batch_object(
         counts=counts,
         reason=reason,
         estimated_finish_at=estimate,
-        cost=_cost(lanes, settings),
+        cost=cost,
         files=_files(batch, folder) if final and kept else FilesShown(),
         revision=batch.revision,
         progress=sum(lane.revision for lane in lanes),
@@ -263,10 +269,11 @@ def _usage_object(usage: Usage) -> UsageObject:
     )
 
 
-def _cost(lanes: Sequence[Lane], settings: Settings) -> float | None:
+def _cost(lanes: Sequence[Lane], settings: Settings) -> Decimal | None:
     if any(lane.model not in settings.models for lane in lanes):
         return None
-    return sum(settings.models[lane.model].prices.cost(lane.input_tokens, lane.output_tokens) for lane in lanes)
+    prices = [(settings.models[lane.model].prices, lane) for lane in lanes]
+    return sum((price.cost(lane.input_tokens, lane.output_tokens) for price, lane in prices), Decimal(0))
 
 
 def _files(batch: Batch, folder: str) -> FilesShown:

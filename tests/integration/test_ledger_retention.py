@@ -96,7 +96,7 @@ def test_tables_of_the_first_version_are_brought_up_to_date(ledger_url: str, clo
     batch = submitted(ledger, "one")
     new = ("archived_at", "archived_lanes", "work_removed_at", "files_removed_at", "stored")
     with ledger._database.write() as tx:
-        for index in ("batches_unarchived", "batches_with_work", "batches_with_objects"):
+        for index in ("batches_unarchived", "batches_with_work", "batches_with_objects", "batches_by_end"):
             tx.connection.execute(sa.text(f"DROP INDEX {index}"))
         for column in new:
             tx.connection.execute(sa.text(f"ALTER TABLE batches DROP COLUMN {column}"))
@@ -106,6 +106,6 @@ def test_tables_of_the_first_version_are_brought_up_to_date(ledger_url: str, clo
     assert upgraded.batches.get(batch.batch_id) == batch
     assert upgraded.retention.to_archive(clock.time, 10) == []
     names = {index["name"] for index in sa.inspect(upgraded._database.engine).get_indexes("batches")}
-    assert {"batches_unarchived", "batches_with_work", "batches_with_objects"} <= names
+    assert {"batches_unarchived", "batches_with_work", "batches_with_objects", "batches_by_end"} <= names
     Ledger.open(ledger_url, clock=clock).close()
     upgraded.close()

@@ -397,7 +397,7 @@ def test_manifest_says_who_ran_what(ledger: Ledger, store: ObjectStore, settings
         1,
     )
     prices = settings.models[answered.MODEL].prices
-    assert says.cost == pytest.approx(prices.cost(says.usage.input_tokens, says.usage.output_tokens))
+    assert says.cost == prices.cost(says.usage.input_tokens, says.usage.output_tokens)
     assert b"merge-run" not in store.get(files.manifest_key), "nothing in it depends on who merges"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from decimal import Decimal
 
 import msgspec
 from hypothesis import given
@@ -169,8 +170,8 @@ def test_manifest_reads_back_and_has_a_line_for_each_chunk() -> None:
         deadline_at=3.5,
         counts=manifest.Counts(total=2, completed=2),
         usage=usage,
-        models=[manifest.ModelUsage(model="m", usage=usage, prices=Prices(), cost=0.5)],
-        cost=0.5,
+        models=[manifest.ModelUsage(model="m", usage=usage, prices=Prices(), cost=Decimal("0.5"))],
+        cost=Decimal("0.5"),
         input=manifest.InputFacts(key="k", bytes=1, etag="e", sha256="s", requests=2),
         output=manifest.FileFacts(key="o", bytes=1, lines=2, sha256="s"),
         errors=None,
