@@ -38,6 +38,10 @@ class NotAllowedInState(CustomerError):
         super().__init__("invalid_state", message)
 
 
+class LimitReached(CustomerError):
+    """What this customer may have at once is used up; the message has the figures."""
+
+
 class OperatorError(BatchPipelineError):
     """The service is configured or deployed wrongly; the message says what to mend."""
 

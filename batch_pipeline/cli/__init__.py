@@ -5,8 +5,11 @@ app          what the commands share: configuration, store and ledger, opened wh
 batches      submit, status, list, watch, cancel, results
 files        validate: offline
 proofs       verify, audit
+billing      usage
 operating    worker, up, down, demo, config
 tidying      housekeeping
+customers    customers: keys and limits
+serving      serve
 doctor       doctor: every part, and what to mend
 progress     how batches that run are shown
 """

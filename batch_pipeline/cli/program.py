@@ -15,7 +15,7 @@ from pathlib import Path
 
 import click
 
-from batch_pipeline.cli import batches, doctor, files, operating, proofs, tidying
+from batch_pipeline.cli import batches, billing, customers, doctor, files, operating, proofs, serving, tidying
 from batch_pipeline.cli.app import CANNOT_SERVE, FAILED, INTERRUPTED, App
 from batch_pipeline.errors import BatchPipelineError, CustomerError, ProofFailed
 from batch_pipeline.plain import printable
@@ -36,7 +36,7 @@ def commands(context: click.Context, config: Path | None) -> None:
     context.call_on_close(app.close)
 
 
-for module in (batches, files, proofs, operating, tidying, doctor):
+for module in (batches, files, proofs, billing, operating, tidying, serving, customers, doctor):
     for command in module.COMMANDS:
         commands.add_command(command)
 

@@ -6,6 +6,7 @@ import sqlalchemy as sa
 
 from batch_pipeline.ledger.batches import Batches
 from batch_pipeline.ledger.chunks import Chunks
+from batch_pipeline.ledger.customers import Customers
 from batch_pipeline.ledger.database import Clock, Database
 from batch_pipeline.ledger.events import Events
 from batch_pipeline.ledger.notices import Notices
@@ -14,14 +15,15 @@ from batch_pipeline.ledger.schema import batches, is_open, lanes
 from batch_pipeline.ledger.usage import Usage
 from batch_pipeline.ledger.workers import Workers
 from batch_pipeline.scheduling.placement import Backlog
-from batch_pipeline.settings import Settings
+from batch_pipeline.settings import Limits, Settings
 
 
 class Ledger:
     """The metadata database. Safe to use from several threads and processes at once."""
 
-    def __init__(self, database: Database, lease_seconds: float, max_failures: int) -> None:
+    def __init__(self, database: Database, lease_seconds: float, max_failures: int, limits: Limits) -> None:
         self._database = database
+        self.customers = Customers(database, limits)
         self.batches = Batches(database)
         self.chunks = Chunks(database, lease_seconds, max_failures)
         self.workers = Workers(database, lease_seconds)
@@ -32,12 +34,21 @@ class Ledger:
 
     @classmethod
     def open(
-        cls, url: str, *, lease_seconds: float = 60.0, max_failures: int = 8, clock: Clock | None = None
+        cls,
+        url: str,
+        *,
+        lease_seconds: float = 60.0,
+        max_failures: int = 8,
+        limits: Limits | None = None,
+        clock: Clock | None = None,
     ) -> Ledger:
-        """Open the ledger at a SQLAlchemy URL, creating its tables where they are missing."""
+        """Open the ledger at a SQLAlchemy URL, creating its tables where they are missing.
+
+        `limits` are those of customers for whom none were set.
+        """
         database = Database(url, clock)
         database.set_up()
-        return cls(database, lease_seconds, max_failures)
+        return cls(database, lease_seconds, max_failures, limits or Limits())
 
     @classmethod
     def from_settings(cls, settings: Settings, clock: Clock | None = None) -> Ledger:
@@ -46,6 +57,7 @@ class Ledger:
             settings.ledger.url,
             lease_seconds=settings.worker.lease_seconds,
             max_failures=settings.worker.max_chunk_attempts,
+            limits=settings.limits,
             clock=clock,
         )
 

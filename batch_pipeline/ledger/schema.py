@@ -1,8 +1,8 @@
 """The tables. Times are UTC seconds since the epoch by the database's clock; lists and tables of a row are JSON text.
 
-Locks are always taken in the order batches, chunks, lanes, service, and rows of one table in the order of their keys,
-so that no two transactions wait for each other. A commit touches its chunk and its lane, never the batch's row. Lanes
-and service are the rows that many transactions want: they are written last.
+Locks are always taken in the order customers, batches, chunks, lanes, quotas, service, and rows of one table in the
+order of their keys, so that no two transactions wait for each other. A commit touches its chunk and its lane, never the
+batch's row. Lanes, quotas and service are the rows that many transactions want: they are written last.
 
 The conditions of the partial indexes are written out as literals, here and in every query that is to use them: neither
 database can prove that a parameter implies them.
@@ -83,6 +83,15 @@ batches = sa.Table(
     sa.Column(
         "stored", sa.String(8), nullable=False, server_default="all", comment="What may still lie in the bucket: Stored"
     ),
+    sa.Column(
+        "enqueued",
+        sa.Text,
+        nullable=False,
+        server_default="{}",
+        comment="Prompt tokens by model that it holds of its customer's quotas",
+    ),
+    sa.Column("input_file_id", sa.String(64), comment="The file that the API made it from"),
+    sa.Column("output_expires_seconds", sa.Integer, comment="After its end: how long the API gives out its files"),
 )
 is_open = batches.c.status.in_(
     [sa.literal_column(f"'{status}'") for status in ("validating", "in_progress", "finalizing", "cancelling")]
@@ -107,6 +116,7 @@ sa.Index("batches_with_objects", batches.c.ended_at, postgresql_where=has_object
 sa.Index("batches_by_name", batches.c.customer, batches.c.name, batches.c.created_at)
 sa.Index("batches_by_customer", batches.c.customer, batches.c.created_at)
 sa.Index("batches_by_time", batches.c.created_at)
+sa.Index("batches_open_by_customer", batches.c.customer, postgresql_where=is_open, sqlite_where=is_open)
 sa.Index("batches_by_end", batches.c.ended_at, batches.c.batch_id)
 
 chunks = sa.Table(
@@ -181,7 +191,77 @@ customers = sa.Table(
     sa.Column("customer", sa.String(64), primary_key=True),
     sa.Column("weight", sa.Double, nullable=False, default=1.0, comment="Share of a model's service"),
     sa.Column("created_at", sa.Double, nullable=False),
+    sa.Column("max_requests", sa.BigInteger, comment="Requests in a file; null for the configured limit, as the next"),
+    sa.Column("max_file_bytes", sa.BigInteger),
+    sa.Column("max_open_batches", sa.BigInteger, comment="Batches without a final status"),
+    sa.Column("max_enqueued_tokens", sa.BigInteger, comment="Prompt tokens of a model in batches that wait or run"),
+    sa.Column("requests_per_minute", sa.BigInteger, comment="Requests to the API with one key"),
 )
+
+api_keys = sa.Table(
+    "api_keys",
+    metadata,
+    sa.Column("key_id", sa.String(64), primary_key=True),
+    sa.Column("customer", sa.String(64), sa.ForeignKey("customers.customer"), nullable=False),
+    sa.Column("sha256", sa.String(64), nullable=False, unique=True, comment="Of the key; the key itself is not kept"),
+    sa.Column("prefix", sa.String(16), nullable=False, comment="Its first letters, to tell keys apart"),
+    sa.Column("label", sa.String(200), nullable=False, comment="What it is for, in its owner's words"),
+    sa.Column("created_at", sa.Double, nullable=False),
+    sa.Column("revoked_at", sa.Double),
+)
+sa.Index("api_keys_by_customer", api_keys.c.customer, api_keys.c.created_at)
+
+quotas = sa.Table(
+    "quotas",
+    metadata,
+    sa.Column("customer", sa.String(64), primary_key=True),
+    sa.Column("model", sa.String(64), primary_key=True),
+    sa.Column("tokens", sa.BigInteger, nullable=False, comment="Sum of what the customer's batches hold (enqueued)"),
+)
+
+files = sa.Table(
+    "files",
+    metadata,
+    sa.Column("file_id", sa.String(64), primary_key=True),
+    sa.Column("customer", sa.String(64), nullable=False),
+    sa.Column("purpose", sa.String(16), nullable=False, comment="batch or batch_output"),
+    sa.Column("filename", sa.String(255), nullable=False),
+    sa.Column("object_key", sa.String(512), nullable=False),
+    sa.Column("bytes", sa.BigInteger, nullable=False),
+    sa.Column("batch_id", sa.String(64), comment="The batch whose file it is: then its bytes go when the batch's do"),
+    sa.Column("created_at", sa.Double, nullable=False),
+    sa.Column("expires_at", sa.Double, comment="From then on it is not given out any more"),
+)
+sa.Index("files_by_customer", files.c.customer, files.c.created_at, files.c.file_id)
+sa.Index("files_by_expiry", files.c.expires_at)
+sa.Index("files_by_batch", files.c.batch_id)
+
+uploads = sa.Table(
+    "uploads",
+    metadata,
+    sa.Column("upload_id", sa.String(64), primary_key=True),
+    sa.Column("customer", sa.String(64), nullable=False),
+    sa.Column("purpose", sa.String(16), nullable=False),
+    sa.Column("filename", sa.String(255), nullable=False),
+    sa.Column("bytes", sa.BigInteger, nullable=False, comment="As announced: its parts must have so many together"),
+    sa.Column("status", sa.String(16), nullable=False, comment="pending, completed or cancelled"),
+    sa.Column("file_id", sa.String(64), comment="What it has become"),
+    sa.Column("file_expires_seconds", sa.Integer),
+    sa.Column("created_at", sa.Double, nullable=False),
+    sa.Column("expires_at", sa.Double, nullable=False),
+)
+sa.Index("uploads_by_expiry", uploads.c.expires_at)
+
+upload_parts = sa.Table(
+    "upload_parts",
+    metadata,
+    sa.Column("part_id", sa.String(64), primary_key=True),
+    sa.Column("upload_id", sa.String(64), sa.ForeignKey("uploads.upload_id"), nullable=False),
+    sa.Column("object_key", sa.String(512), nullable=False),
+    sa.Column("bytes", sa.BigInteger, nullable=False),
+    sa.Column("created_at", sa.Double, nullable=False),
+)
+sa.Index("upload_parts_by_upload", upload_parts.c.upload_id)
 
 charges = sa.Table(
     "charges",

@@ -1,4 +1,9 @@
-"""Bringing the tables of an older release up to date, inside the transaction that looked at their version."""
+"""Bringing the tables of an older release up to date, inside the transaction that looked at their version.
+
+Until now each version has only added: tables (which `create_all` makes), columns and indexes. So the tables are
+compared with what this release describes, and what is missing is added. A new column has to be nullable or to have a
+default of the server's.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +11,6 @@ import sqlalchemy as sa
 from sqlalchemy.schema import CreateColumn
 
 from batch_pipeline.ledger import schema
-
-_NEW_COLUMNS = {
-    2: ("archived_at", "archived_lanes", "work_removed_at", "files_removed_at", "stored"),
-    3: (),
-}
-"""Columns of `batches` that each version has added."""
-_NEW_INDEXES = {
-    2: ("batches_unarchived", "batches_with_work", "batches_with_objects"),
-    3: ("batches_by_end",),
-}
 
 
 def upgrade(connection: sa.Connection, version: int) -> bool:
@@ -26,13 +21,17 @@ def upgrade(connection: sa.Connection, version: int) -> bool:
     """
     if not 1 <= version <= schema.SCHEMA_VERSION:
         return False
-    for step in range(version + 1, schema.SCHEMA_VERSION + 1):
-        for name in _NEW_COLUMNS[step]:
-            column = CreateColumn(schema.batches.c[name]).compile(dialect=connection.dialect)
-            connection.exec_driver_sql(f"ALTER TABLE batches ADD COLUMN {column}")
-        for index in schema.batches.indexes:
-            if index.name in _NEW_INDEXES[step]:
-                index.create(connection, checkfirst=True)
     if version < schema.SCHEMA_VERSION:
+        found = sa.inspect(connection)
+        for table in schema.metadata.sorted_tables:
+            columns = {column["name"] for column in found.get_columns(table.name)}
+            indexes = {index["name"] for index in found.get_indexes(table.name)}
+            for column in table.columns:
+                if column.name not in columns:
+                    added = CreateColumn(column).compile(dialect=connection.dialect)
+                    connection.exec_driver_sql(f"ALTER TABLE {table.name} ADD COLUMN {added}")
+            for index in table.indexes:
+                if index.name not in indexes:
+                    index.create(connection)
         connection.execute(schema.schema_info.update().values(version=schema.SCHEMA_VERSION))
     return True

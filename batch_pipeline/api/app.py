@@ -1,0 +1,66 @@
+"""The application: its routes, and what each request passes through."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib import metadata
+from typing import Any
+
+from anyio import to_thread
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+
+from batch_pipeline.api import health, problems
+from batch_pipeline.api.rates import Rates
+from batch_pipeline.api.requests import Requests
+from batch_pipeline.api.services import Services
+from batch_pipeline.ledger import Ledger
+from batch_pipeline.settings import Settings
+from batch_pipeline.store import ObjectStore
+
+_DESCRIPTION = """\
+Batches of LLM requests, for the `openai` and `anthropic` SDKs and for programs of your own. Every route but the health
+routes asks for a key: `Authorization: Bearer KEY` or `x-api-key: KEY`.
+"""
+ROUTERS = (health.router,)
+
+
+def create_app(ledger: Ledger, store: ObjectStore, settings: Settings) -> FastAPI:
+    """Return the service on an open ledger and store, which the caller closes after it."""
+    app = FastAPI(
+        title="Batch Pipeline", version=metadata.version("batch-pipeline"), description=_DESCRIPTION, lifespan=_lifespan
+    )
+    app.state.services = Services(
+        ledger=ledger,
+        store=store,
+        settings=settings,
+        rates=Rates(),
+        receiving=asyncio.Semaphore(settings.api.uploads),
+    )
+    problems.install(app)
+    app.add_middleware(Requests, idle_seconds=settings.api.idle_seconds)
+    for router in ROUTERS:
+        app.include_router(router)
+    app.openapi = lambda: _document(app)  # type: ignore[method-assign]
+    return app
+
+
+@asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    # Routes that are no coroutines, and the pieces of streamed answers, run in this pool.
+    to_thread.current_default_thread_limiter().total_tokens = app.state.services.settings.api.threads
+    yield
+
+
+def _document(app: FastAPI) -> dict[str, Any]:
+    """Return the OpenAPI document, in which mistakes are what they are here: 400 in the door's shape, and never 422."""
+    if app.openapi_schema is None:
+        document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+        for operations in document["paths"].values():
+            for operation in operations.values():
+                if operation["responses"].pop("422", None) is not None:
+                    operation["responses"].setdefault("400", {"description": "The request is not as the API takes it."})
+        app.openapi_schema = document
+    return app.openapi_schema
