@@ -1,0 +1,192 @@
+"""A chaos run: files go in, parts are killed after a plan, and in the end every line and every call is counted."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+from sqlalchemy.exc import InterfaceError, OperationalError
+
+from batch_pipeline.errors import StoreError
+from batch_pipeline.ledger import Ledger
+from batch_pipeline.ledger.records import Batch
+from batch_pipeline.results.status import StatusDocument
+from batch_pipeline.store import ObjectMissing, ObjectStore, keys
+from tests.chaos import account, parts
+from tests.chaos.account import Calls, Done, Tally
+from tests.chaos.files import Dropped
+from tests.chaos.parts import Parts
+from tests.chaos.plan import Kill, Part
+
+_POLL_SECONDS = 0.25
+_OUTAGES = (StoreError, OperationalError, InterfaceError)
+_T = TypeVar("_T")
+Say = Callable[[str], None]
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """What a run came to."""
+
+    kills: list[Done]
+    files: dict[str, Tally]
+    calls: Calls
+    seconds: float
+
+    @property
+    def whole(self) -> Tally:
+        """All files together."""
+        return account.total(list(self.files.values()))
+
+    @property
+    def holds(self) -> bool:
+        """Whether every request of every file has exactly one line, and `verify` says so too."""
+        whole = self.whole
+        return not (whole.lost or whole.doubled or whole.unknown or whole.unproved)
+
+
+class Chaos:
+    """One run in a folder of its own."""
+
+    def __init__(self, folder: Path, files: Sequence[Dropped], plan: Sequence[Kill], say: Say) -> None:
+        self._parts = Parts(folder)
+        self._folder = folder
+        self._files = files
+        self._plan = plan
+        self._say = say
+        self._store = ObjectStore.open(self._parts.settings.store)
+        self._away: dict[Part, Future[float]] = {}
+        """Servers that are being started again, and when they were."""
+        self._made: list[tuple[Kill, float, list[int], Future[float]]] = []
+        self._asleep: set[int] = set()
+
+    def run(self, limit_seconds: float) -> Outcome:
+        """Start everything, drop the files, kill, wait for the end of every batch, count.
+
+        Raises TimeoutError where a batch has not ended within `limit_seconds` after the last kill.
+        """
+        began_at = time.monotonic()
+        with self._parts.running(), ThreadPoolExecutor(len(self._plan) or 1) as menders:
+            self._say(f"everything runs after {time.monotonic() - began_at:.0f} s")
+            ledger = Ledger.from_settings(self._parts.settings)
+            try:
+                for file in self._files:
+                    self._put(keys.inbox(file.customer, file.name), file, _content(file))
+                self._kill_all(menders)
+                self._say(f"all kills are made after {time.monotonic() - began_at:.0f} s; waiting for the batches")
+                batches = self._wait_for_ends(ledger, limit_seconds)
+                tallies = {
+                    file.name: account.tally(file, batch, ledger=ledger, store=self._store)
+                    for file, batch in zip(self._files, batches, strict=True)
+                }
+            finally:
+                ledger.close()
+        kills = [Done(kill.part, kill.sleeps, at, back.result(), lost) for kill, at, lost, back in self._made]
+        calls = account.count_calls(self._folder / "journal", kills)
+        return Outcome(kills, tallies, calls, time.monotonic() - began_at)
+
+    def _kill_all(self, menders: ThreadPoolExecutor) -> None:
+        cancels = [file for file in self._files if file.cancel_after is not None]
+        for number, kill in enumerate(self._plan):
+            for file in cancels:
+                if file.cancel_after is not None and number == int(file.cancel_after * len(self._plan)):
+                    self._say(f"{file.customer} cancels {file.name}")
+                    self._put(keys.inbox_cancel(file.customer, file.name), file, b"")
+            time.sleep(kill.pause_seconds)
+            if kill.part in self._away:
+                self._away[kill.part].result()
+            self._make(number, kill, menders)
+        for _, _, _, back in self._made:
+            back.result()
+
+    def _make(self, number: int, kill: Kill, menders: ThreadPoolExecutor) -> None:
+        victim = _wait(lambda: self._awake(kill), 120.0, f"there is no {kill.part} to kill")
+        pids = [process.pid for process in victim.processes]
+        self._say(f"{number + 1:3} {'stop' if kill.sleeps else 'kill'} {kill.part} {pids}")
+        if kill.sleeps:
+            at = time.monotonic()
+            (worker,) = pids
+            os.kill(worker, signal.SIGSTOP)
+            self._asleep.add(worker)
+            back = menders.submit(self._wake, worker)
+        else:
+            at = parts.kill(victim)
+            back = menders.submit(self._mend, kill)
+            self._away[kill.part] = back
+        self._made.append((kill, at, victim.engines, back))
+
+    def _awake(self, kill: Kill) -> parts.Victim | None:
+        victim = self._parts.victim(kill.part, kill.pick)
+        if victim is None or any(process.pid in self._asleep for process in victim.processes):
+            return None
+        return victim
+
+    def _wake(self, worker: int) -> float:
+        time.sleep(parts.LEASE_SECONDS + 2.0)
+        os.kill(worker, signal.SIGCONT)
+        self._asleep.discard(worker)
+        return time.monotonic()
+
+    def _mend(self, kill: Kill) -> float:
+        if kill.part not in (Part.WORKER, Part.ENGINE):
+            time.sleep(kill.down_seconds)
+            self._parts.start_again(kill.part)
+        return time.monotonic()
+
+    def _put(self, key: str, file: Dropped, data: bytes) -> None:
+        """Drop an object, again and again while the store is away."""
+        path = self._folder / "dropped"
+        path.write_bytes(data)
+        options = {"completion-window": file.window}
+
+        def put() -> bool:
+            self._store.upload(path, key, options)
+            return True
+
+        _wait(lambda: _or_none(put), 120.0, f"{key} cannot be dropped")
+
+    def _wait_for_ends(self, ledger: Ledger, limit_seconds: float) -> list[Batch]:
+        """Wait until the outbox shows the end of every file's batch; return those batches."""
+
+        def ended() -> list[Batch] | None:
+            batches = []
+            for file in self._files:
+                batch = ledger.batches.newest_named(file.customer, file.name)
+                if batch is None or not batch.status.is_final or not self._is_shown(file, batch):
+                    return None
+                batches.append(batch)
+            return batches
+
+        return _wait(lambda: _or_none(ended), limit_seconds, "not every batch has ended")
+
+    def _is_shown(self, file: Dropped, batch: Batch) -> bool:
+        try:
+            data = self._store.get(keys.outbox(file.customer, file.name, "status.json"))
+        except ObjectMissing:
+            return False
+        return msgspec.json.decode(data, type=StatusDocument).status == batch.status
+
+
+def _content(file: Dropped) -> bytes:
+    return "".join(f"{line}\n" for line in file.lines()).encode()
+
+
+def _or_none(ask: Callable[[], _T | None]) -> _T | None:
+    try:
+        return ask()
+    except _OUTAGES:
+        return None
+
+
+def _wait(ask: Callable[[], _T | None], limit_seconds: float, complaint: str) -> _T:
+    gives_up_at = time.monotonic() + limit_seconds
+    while (found := ask()) is None:
+        if time.monotonic() > gives_up_at:
+            raise TimeoutError(f"{complaint} after {limit_seconds:.0f} s")
+        time.sleep(_POLL_SECONDS)
+    return found
