@@ -1,8 +1,9 @@
-"""One partition per batch; its key is the batch's id."""
+"""One partition per batch, its key the batch's id; and one per day (UTC), for reports."""
 
 import dagster as dg
 
 batches = dg.DynamicPartitionsDefinition(name="batches")
+days = dg.DailyPartitionsDefinition(start_date="2026-01-01", timezone="UTC")
 
 GROUP = "batch_pipeline"
 OWNERS = ["team:batch-inference"]

@@ -31,9 +31,9 @@ def make_definitions(settings: configuration.Settings) -> dg.Definitions:
         raise SettingsError(f"models: two names give the same job name ({', '.join(sorted(names))}); rename one")
     workers = {name: assets.gpu_worker_job(name, model) for name, model in settings.models.items()}
     return dg.Definitions(
-        assets=[assets.uploads, assets.request_chunks, assets.chunk_results, assets.batch_results],
-        jobs=[intake_job, merge_job, sensors.housekeeping_job, *workers.values()],
-        schedules=[sensors.housekeeping_schedule()],
+        assets=[assets.uploads, assets.request_chunks, assets.chunk_results, assets.batch_results, assets.usage_report],
+        jobs=[intake_job, merge_job, sensors.housekeeping_job, sensors.report_usage_job, *workers.values()],
+        schedules=[sensors.housekeeping_schedule(), sensors.usage_report_schedule()],
         sensors=[
             sensors.drop_folder_sensor(settings, intake_job),
             sensors.batch_progress_sensor(settings, merge_job),

@@ -1,12 +1,13 @@
 """Dagster sensors: each asks the ledger or the store what is due and requests runs for it, a bounded number a tick.
 
-And what runs by the clock: housekeeping.
+And what runs by the clock: housekeeping, and the report of each day's usage.
 """
 
 from sensors.batch_progress import batch_progress_sensor
 from sensors.drop_folder import drop_folder_sensor
 from sensors.gpu_workers import gpu_worker_sensor
 from sensors.housekeeping import housekeeping_job, housekeeping_schedule
+from sensors.usage_report import report_usage_job, usage_report_schedule
 
 __all__ = [
     "batch_progress_sensor",
@@ -14,4 +15,6 @@ __all__ = [
     "gpu_worker_sensor",
     "housekeeping_job",
     "housekeeping_schedule",
+    "report_usage_job",
+    "usage_report_schedule",
 ]

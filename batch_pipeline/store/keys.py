@@ -10,6 +10,7 @@
     batches/BATCH/chunks/NNNNNNNN/TTTTTT-NONCE/...           what one attempt wrote: parts (checkpoints) and its result
     batches/BATCH/final/{output.jsonl, errors.jsonl, manifest.json}
     batches/BATCH/rebuild/NONCE/...                          final files made again, until they are proved the same
+    reports/usage/DAY/...                                    what customers are charged for, and a report.json
     doctor/NONCE                                             written and removed again by `doctor`
 
 Numbers have a fixed width, because stores disagree on the order of a listing (SeaweedFS lists in tree order).
@@ -18,10 +19,13 @@ Customer and name are checked against `ids` before they become part of a key, so
 
 from __future__ import annotations
 
+from datetime import date
+
 INBOX = "inbox/"
 OUTBOX = "outbox/"
 BATCHES = "batches/"
 REJECTED = "rejected/"
+REPORTS = "reports/"
 
 
 def inbox(customer: str, name: str) -> str:
@@ -97,6 +101,11 @@ def attempt(batch_id: str, chunk: int, token: int, nonce: str) -> str:
 def final(batch_id: str, file: str) -> str:
     """Return the key of a final file."""
     return f"{batch(batch_id)}final/{file}"
+
+
+def usage_report(day: date, file: str) -> str:
+    """Return the key of a file of a day's usage report."""
+    return f"{REPORTS}usage/{day.isoformat()}/{file}"
 
 
 def probe(nonce: str) -> str:
