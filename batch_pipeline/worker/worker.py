@@ -291,12 +291,16 @@ class Worker:
             self._end(Ended.ASKED)
 
     async def _expiries(self) -> None:
-        """Let go of leases that must have run out, whether or not the ledger can be asked."""
+        """Once the worker is to end, let go of leases that must have run out: a ledger that is away would keep it.
+
+        Until then a chunk is ours until the ledger says otherwise: an outage that is longer than a lease costs no work.
+        """
+        await self._draining.wait()
         while True:
-            await asyncio.sleep(min(_LOOK_FOR_EXPIRY_SECONDS, self._settings.heartbeat_seconds))
             for chunk in self._holdings.chunks():
                 if self._clocks.monotonic() > chunk.valid_until:
                     await self._holdings.lose(chunk, "its lease has run out without a heartbeat")
+            await asyncio.sleep(min(_LOOK_FOR_EXPIRY_SECONDS, self._settings.heartbeat_seconds))
 
     async def _states(self) -> None:
         """Write the newest state whenever it has changed."""

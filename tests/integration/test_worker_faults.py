@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -212,6 +213,38 @@ def test_11_the_database_may_be_restarted_under_a_worker(
     admin.dispose()
     assert isinstance(ends[0], WorkerReport), ends
     # Afresh: the connections of `ledger` were ended as well.
+    assert sorted(lines_of(Ledger.open(postgres_url), store, batch.batch_id)) == list(range(100))
+    assert calls == 100
+
+
+def test_11_an_outage_of_the_database_that_is_longer_than_a_lease_costs_no_work(
+    postgres_server: str, postgres_url: str, store: ObjectStore, settings: Settings
+) -> None:
+    import sqlalchemy as sa
+
+    ledger = Ledger.open(postgres_url, lease_seconds=1.0)
+    batch = make_batch(ledger, store, [[chat_request(index, f"say {index}") for index in range(100)]])
+    name = postgres_url.rpartition("/")[2]
+    admin = sa.create_engine(postgres_server, isolation_level="AUTOCOMMIT")
+    with fake_engine.running("--delay", "0.2") as fake:
+        worker = make_worker(
+            Ledger.open(postgres_url, lease_seconds=1.0),
+            store,
+            quick(settings, lease_seconds=1.0, heartbeat_seconds=0.2, model={"max_in_flight": 8}),
+            attached(fake.url),
+        )
+        with in_thread(worker) as ends, admin.connect() as connection:
+            wait_until(lambda: fake.stats().answered >= 10, "10 answers")
+            connection.execute(sa.text(f"ALTER DATABASE {name} ALLOW_CONNECTIONS false"))
+            connection.execute(
+                sa.text("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = :name"), {"name": name}
+            )
+            began = time.monotonic()
+            wait_until(lambda: time.monotonic() > began + 3.0, "three leases long")
+            connection.execute(sa.text(f"ALTER DATABASE {name} ALLOW_CONNECTIONS true"))
+        calls = fake.stats().calls
+    admin.dispose()
+    assert isinstance(ends[0], WorkerReport), ends
     assert sorted(lines_of(Ledger.open(postgres_url), store, batch.batch_id)) == list(range(100))
     assert calls == 100
 
