@@ -53,10 +53,10 @@ def _show_statuses(parts: Parts, after: str) -> outbox.Published:
 
 def _merge_runs(instance: dg.DagsterInstance, parts: Parts, job_name: str, limit: int) -> list[dg.RunRequest]:
     busy = partitions_under_way(instance, job_name)
+    # So many more, so that those under way hold up no other.
+    awaiting = parts.ledger.batches.awaiting_merge(limit + len(busy))
     requests = []
-    for batch in parts.ledger.batches.awaiting_merge(limit):
-        if batch.batch_id in busy:
-            continue
+    for batch in [batch for batch in awaiting if batch.batch_id not in busy][:limit]:
         pause = pause_seconds(batch.merge_attempts, parts.settings.scheduling.retry_run_seconds)
         attempt = parts.ledger.batches.note_merge_requested(batch.batch_id, pause)
         requests.append(

@@ -37,7 +37,9 @@ def drop_folder_sensor(settings: Settings, intake_job: UnresolvedAssetJobDefinit
         with store_watch(parts.ledger):
             taken = drop.take_drops(ledger=parts.ledger, store=parts.store, settings=parts.settings, limit=limit)
         busy = partitions_under_way(context.instance, intake_job.name)
-        due = [batch for batch in parts.ledger.batches.awaiting_intake(limit) if batch.batch_id not in busy]
+        # So many more, so that those under way hold up no other.
+        awaiting = parts.ledger.batches.awaiting_intake(limit + len(busy))
+        due = [batch for batch in awaiting if batch.batch_id not in busy][:limit]
         if not due:
             return dg.SkipReason(f"took {len(taken)} files; no batch awaits intake")
         return _intake_runs(context.instance, parts, due, intake_job.name)

@@ -19,7 +19,7 @@ from batch_pipeline.worker.writer import ChunkWriter
 
 log = logging.getLogger(__name__)
 
-Spawn = Callable[[Coroutine[Any, Any, None]], object]
+Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 """Runs a coroutine beside the others; what it raises ends the worker."""
 
 
@@ -42,6 +42,7 @@ class Holdings:
         self._held: dict[LeaseRef, HeldChunk] = {}
         self._emptied = asyncio.Event()
         self._emptied.set()
+        self._telling: set[asyncio.Task[None]] = set()
         self.committed_chunks = 0
         self.committed_requests = 0
         self.input_tokens = 0
@@ -64,8 +65,10 @@ class Holdings:
         return self._held.get(ref)
 
     async def wait_empty(self) -> None:
-        """Wait until nothing is held."""
+        """Wait until nothing is held, and everybody was told."""
         await self._emptied.wait()
+        if self._telling:
+            await asyncio.wait(self._telling)
 
     def take(self, lease: Lease, valid_until: float) -> None:
         """Hold a leased chunk and begin to load it."""
@@ -156,4 +159,7 @@ class Holdings:
 
     def _told(self, chunk: HeldChunk, reply: CommitReply) -> None:
         if reply.batch_drained:
-            self._on_batch_drained(chunk.ref.batch_id)
+            # In a thread: whoever is told may write to a database that is busy, and heartbeats must go on.
+            told = self._spawn(asyncio.to_thread(self._on_batch_drained, chunk.ref.batch_id))
+            self._telling.add(told)
+            told.add_done_callback(self._telling.discard)

@@ -65,7 +65,7 @@ class Worker:
     ) -> None:
         """Raises SettingsError where the model is not in the catalogue.
 
-        `on_batch_drained` is called in the thread of `run` when a commit or a release of ours was a batch's last one;
+        `on_batch_drained` is called in a thread of its own when a commit or a release of ours was a batch's last one;
         what it raises ends the worker. `clocks` default to the machine's monotonic clock and the ledger's time.
         """
         if model not in settings.models:

@@ -44,7 +44,8 @@ class ChunkWriter:
         Raises DamagedFile, ObjectMissing or ProofFailed where that is not the chunk that the ledger knows.
         """
         requests, finished = await self._while_held(chunk, _read, self._store, chunk.lease)
-        chunk.load(requests, finished)
+        if chunk.phase is Phase.LOADING:
+            chunk.load(requests, finished)
 
     async def checkpoint(self, chunk: HeldChunk) -> None:
         """Save the results that no checkpoint holds yet, so that no attempt runs these requests again.
