@@ -158,6 +158,27 @@ class Api(_Section, frozen=True):
     """A client that sends nothing of a body for so long is given up."""
 
 
+class Webhooks(_Section, frozen=True):
+    """How customers are told of their batches' ends, at the addresses of `batch-pipeline customers webhooks`."""
+
+    allow_private_addresses: bool = False
+    """Send to http:// and to addresses that are not of the public internet too: then whoever may register a webhook can
+    make this service call whatever it can reach.
+    """
+    timeout_seconds: float = 15.0
+    attempts: int = 10
+    """Tries of one event, after which it is given up."""
+    first_pause_seconds: float = 5.0
+    """Pause after the first try; each further one is six times as long, up to the longest."""
+    longest_pause_seconds: float = 21_600.0
+    poll_seconds: float = 2.0
+    """How often the service looks for what is to be sent."""
+    concurrent: int = 16
+    """Most events on their way at once."""
+    kept_days: float = 7.0
+    """How long it stays in the ledger what became of an event."""
+
+
 class Limits(_Section, frozen=True):
     """What a customer may have, unless `batch-pipeline customers set` says otherwise for it."""
 
@@ -193,6 +214,7 @@ class Settings(_Section, frozen=True):
     retention: Retention = Retention()
     api: Api = Api()
     limits: Limits = Limits()
+    webhooks: Webhooks = Webhooks()
     embedded: Embedded = Embedded()
     models: dict[str, Model] = {}
 
@@ -238,11 +260,12 @@ def check(settings: Settings) -> list[str]:
         for field in section.__struct_fields__:
             value = getattr(section, field)
             # Not `value <= 0`: TOML has a nan.
-            if isinstance(value, int | float) and not value > 0:
+            if isinstance(value, int | float) and not isinstance(value, bool) and not value > 0:
                 problems.append(f"{type(section).__name__.lower()}.{field} must be above 0, not {value}")
     problems += _check_store(settings.store)
     if settings.worker.heartbeat_seconds * 2 > settings.worker.lease_seconds:
         problems.append("worker.heartbeat_seconds must be at most half of worker.lease_seconds, or leases run out")
+        settings.webhooks,
     for name, model in settings.models.items():
         problems += _check_model(name, model)
     return problems

@@ -16,6 +16,7 @@ from batch_pipeline.api import health, problems
 from batch_pipeline.api.rates import Rates
 from batch_pipeline.api.requests import Requests
 from batch_pipeline.api.services import Services
+from batch_pipeline.api.webhooks import delivering
 from batch_pipeline.ledger import Ledger
 from batch_pipeline.settings import Settings
 from batch_pipeline.store import ObjectStore
@@ -50,8 +51,10 @@ def create_app(ledger: Ledger, store: ObjectStore, settings: Settings) -> FastAP
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     # Routes that are no coroutines, and the pieces of streamed answers, run in this pool.
-    to_thread.current_default_thread_limiter().total_tokens = app.state.services.settings.api.threads
-    yield
+    services: Services = app.state.services
+    to_thread.current_default_thread_limiter().total_tokens = services.settings.api.threads
+    async with delivering(services.ledger, services.settings.webhooks):
+        yield
 
 
 def _document(app: FastAPI) -> dict[str, Any]:

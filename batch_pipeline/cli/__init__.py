@@ -9,6 +9,7 @@ billing      usage
 operating    worker, up, down, demo, config
 tidying      housekeeping
 customers    customers: keys and limits
+webhooks     customers webhooks
 serving      serve
 doctor       doctor: every part, and what to mend
 progress     how batches that run are shown

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import click
 
-from batch_pipeline.cli import batches, billing, customers, doctor, files, operating, proofs, serving, tidying
+from batch_pipeline.cli import batches, billing, customers, doctor, files, operating, proofs, serving, tidying, webhooks
 from batch_pipeline.cli.app import CANNOT_SERVE, FAILED, INTERRUPTED, App
 from batch_pipeline.errors import BatchPipelineError, CustomerError, ProofFailed
 from batch_pipeline.plain import printable
@@ -39,6 +39,7 @@ def commands(context: click.Context, config: Path | None) -> None:
 for module in (batches, files, proofs, billing, operating, tidying, serving, customers, doctor):
     for command in module.COMMANDS:
         commands.add_command(command)
+customers.customers.add_command(webhooks.webhooks)
 
 
 def main() -> None:

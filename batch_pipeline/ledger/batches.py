@@ -13,7 +13,7 @@ import msgspec
 import sqlalchemy as sa
 
 from batch_pipeline.errors import NotAllowedInState, NotFound, ProofFailed
-from batch_pipeline.ledger import events, records, rows
+from batch_pipeline.ledger import events, records, rows, tallies
 from batch_pipeline.ledger.database import Database, Transaction
 from batch_pipeline.ledger.records import Batch, BatchStatus, ChunkState, Lane, OnInvalid
 from batch_pipeline.ledger.schema import batches, chunks, is_open, is_undecided, is_unshown, lanes
@@ -32,6 +32,8 @@ from batch_pipeline.ledger.usage import Charge, charge
 _STOPPED_STATE = {BatchStatus.CANCELLED: ChunkState.CANCELLED, BatchStatus.EXPIRED: ChunkState.EXPIRED}
 
 
+from batch_pipeline.ledger.webhooks import queue_deliveries
+from batch_pipeline.settings import Limits
 class Batches:
     """Batches and their transitions."""
 
@@ -233,6 +235,7 @@ class Batches:
     def recent(
         self,
         *,
+                tallies.count(tx, _ended(batch, files))
         customer: str | None = None,
         statuses: Sequence[BatchStatus] = (),
         limit: int = 100,
@@ -356,6 +359,27 @@ def _insert_chunks(tx: Transaction, batch: Any, new: list[records.NewChunk], sta
         join_queue(tx, batch.customer, model, floor)
 
 
+def _ended(batch: Any, files: records.FinalFiles) -> dict[str, int]:
+    """Return what a batch that has ended adds to the totals."""
+    requests = {name: getattr(files, name) for name in ("completed", "failed", "expired", "cancelled")}
+    return {
+        f"{tallies.ENDED}{batch.outcome}": 1,
+        **{f"{tallies.REQUESTS}{result}": count for result, count in requests.items()},
+        f"{tallies.REQUESTS}invalid": batch.invalid,
+        f"{tallies.TOKENS}input": files.input_tokens,
+        f"{tallies.TOKENS}cached": files.cached_tokens,
+        f"{tallies.TOKENS}output": files.output_tokens,
+    }
+
+
+def _prompt_tokens(new: Sequence[records.NewChunk]) -> Counter[str]:
+    """Return the prompt tokens of chunks by model."""
+    tokens: Counter[str] = Counter()
+    for chunk in new:
+        tokens[chunk.model] += chunk.prompt_tokens
+    return tokens
+
+
 def _finish(tx: Transaction, batch: Any, files: records.FinalFiles, run_id: str | None, actor: str) -> None:
     mergeable = batch.status == BatchStatus.FINALIZING or (
         batch.status == BatchStatus.VALIDATING and batch.outcome == BatchStatus.FAILED
@@ -378,3 +402,4 @@ def _finish(tx: Transaction, batch: Any, files: records.FinalFiles, run_id: str 
         f"{files.cancelled} cancelled, {batch.invalid} invalid"
     )
     events.record(tx, batch.batch_id, batch.outcome, actor, run_id=run_id, detail=detail)
+    queue_deliveries(tx, batch.batch_id, batch.customer, batch.outcome)

@@ -13,7 +13,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from batch_pipeline.errors import LeaseLost, NotFound
-from batch_pipeline.ledger import events, records, rows
+from batch_pipeline.ledger import events, records, rows, tallies
 from batch_pipeline.ledger.database import Database, Transaction
 from batch_pipeline.ledger.leasing import Taker, lease_chunks
 from batch_pipeline.ledger.records import BatchStatus, Chunk, ChunkState, CommitReply, Lease, LeaseRef, Part
@@ -192,6 +192,7 @@ class Chunks:
             silence = f"{row.worker_id} was not heard of in time"
             self._let_go(tx, batch, row, "lease_expired", reason=silence, failed=True)
             settle(tx, lock_batch(tx, ref.batch_id), "sweep")
+            tallies.count(tx, {tallies.LEASES_EXPIRED: 1})
             return True
 
     def _let_go(self, tx: Transaction, batch: Any, row: Any, event: str, *, reason: str, failed: bool) -> int:

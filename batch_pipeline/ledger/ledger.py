@@ -14,6 +14,7 @@ from batch_pipeline.ledger.retention import Retention
 from batch_pipeline.ledger.schema import batches, is_open, lanes
 from batch_pipeline.ledger.usage import Usage
 from batch_pipeline.ledger.workers import Workers
+from batch_pipeline.ledger.webhooks import Webhooks
 from batch_pipeline.scheduling.placement import Backlog
 from batch_pipeline.settings import Limits, Settings
 
@@ -33,6 +34,7 @@ class Ledger:
         self.usage = Usage(database)
 
     @classmethod
+        self.webhooks = Webhooks(database)
     def open(
         cls,
         url: str,

@@ -275,6 +275,48 @@ charges = sa.Table(
     sa.Column("cost", sa.String(80), comment="US dollars as an exact decimal; null where no price was known"),
 )
 
+webhooks = sa.Table(
+    "webhooks",
+    metadata,
+    sa.Column("webhook_id", sa.String(64), primary_key=True),
+    sa.Column("customer", sa.String(64), sa.ForeignKey("customers.customer"), nullable=False),
+    sa.Column("url", sa.String(2000), nullable=False),
+    sa.Column("secret", sa.String(128), nullable=False, comment="What is sent is signed with it: so it is kept itself"),
+    sa.Column("created_at", sa.Double, nullable=False),
+    sa.Column("disabled_at", sa.Double, comment="When its receiver answered that it wants nothing more"),
+)
+sa.Index("webhooks_by_customer", webhooks.c.customer, webhooks.c.created_at)
+
+deliveries = sa.Table(
+    "webhook_deliveries",
+    metadata,
+    sa.Column(
+        "event_id", sa.String(64), primary_key=True, comment="The same in every try: receivers tell repeats by it"
+    ),
+    sa.Column("webhook_id", sa.String(64), sa.ForeignKey("webhooks.webhook_id"), primary_key=True),
+    sa.Column("batch_id", sa.String(64), nullable=False),
+    sa.Column("event", sa.String(32), nullable=False, comment="batch.completed and its kind"),
+    sa.Column("event_at", sa.Double, nullable=False),
+    sa.Column(
+        "due_at", sa.Double, nullable=False, comment="Earliest time of the next try; while it is sent, the lease"
+    ),
+    sa.Column("attempts", sa.Integer, nullable=False, default=0),
+    sa.Column("ended_at", sa.Double, comment="When it was delivered, or given up: then there is an error"),
+    sa.Column("error", sa.Text, comment="Why the newest try failed"),
+)
+is_undelivered = deliveries.c.ended_at.is_(None)
+"""Deliveries that are still to be sent."""
+sa.Index("deliveries_due", deliveries.c.due_at, postgresql_where=is_undelivered, sqlite_where=is_undelivered)
+sa.Index("deliveries_by_webhook", deliveries.c.webhook_id)
+sa.Index("deliveries_by_end", deliveries.c.ended_at)
+
+tallies = sa.Table(
+    "tallies",
+    metadata,
+    sa.Column("name", sa.String(64), primary_key=True),
+    sa.Column("total", sa.BigInteger, nullable=False, comment="Since the ledger was made"),
+)
+
 workers = sa.Table(
     "workers",
     metadata,
