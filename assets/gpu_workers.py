@@ -5,7 +5,6 @@ of any batch until there is no work, it is told to leave, or its lifetime ends. 
 """
 
 import logging
-import re
 
 import dagster as dg
 from pydantic import Field
@@ -15,7 +14,7 @@ from assets.chunk_results import chunk_results_event
 from assets.partitions import GROUP
 from batch_pipeline import worker
 from batch_pipeline.errors import BatchPipelineError
-from batch_pipeline.models import Model
+from batch_pipeline.models import Model, job_name
 from batch_pipeline.plain import one_line
 from resources import Service
 from resources.kubernetes import worker_tags
@@ -30,11 +29,6 @@ class WorkerConfig(dg.Config):
         default=[],
         description="Ids of the only batches that the worker serves: dedicated capacity. Empty: any batch.",
     )
-
-
-def job_name(model_name: str) -> str:
-    """Return the name of a model's worker job: Dagster takes letters, digits and `_` only."""
-    return f"gpu_worker_{re.sub(r'[^A-Za-z0-9]', '_', model_name)}"
 
 
 def pool_name(model_name: str) -> str:

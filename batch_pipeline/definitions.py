@@ -6,14 +6,12 @@ import dagster as dg
 
 import assets
 import sensors
-from assets.gpu_workers import job_name
 from batch_pipeline import settings as configuration
-from batch_pipeline.errors import SettingsError
 from resources import make_resources
 
 
 def make_definitions(settings: configuration.Settings) -> dg.Definitions:
-    """Return the code location for a configuration. Raises SettingsError where two models would share one job."""
+    """Return the code location for a configuration."""
     intake_job = dg.define_asset_job(
         "intake",
         selection=[assets.request_chunks],
@@ -26,9 +24,6 @@ def make_definitions(settings: configuration.Settings) -> dg.Definitions:
         executor_def=dg.in_process_executor,
         description="Assemble the results of a batch, prove that they are whole, and make them visible.",
     )
-    names = [job_name(name) for name in settings.models]
-    if len(set(names)) < len(names):
-        raise SettingsError(f"models: two names give the same job name ({', '.join(sorted(names))}); rename one")
     workers = {name: assets.gpu_worker_job(name, model) for name, model in settings.models.items()}
     return dg.Definitions(
         assets=[assets.uploads, assets.request_chunks, assets.chunk_results, assets.batch_results, assets.usage_report],

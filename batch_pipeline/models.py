@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from decimal import Decimal, localcontext
 
 import msgspec
@@ -102,3 +103,8 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 FETCH_ENVIRONMENT = {"VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0"}
 """An allowed host must not send the engine on to another one."""
+
+
+def job_name(model: str) -> str:
+    """Return the name of a model's worker job in Dagster, which takes letters, digits and `_` only."""
+    return f"gpu_worker_{re.sub(r'[^A-Za-z0-9]', '_', model)}"
