@@ -256,6 +256,7 @@ def check(settings: Settings) -> list[str]:
         settings.retention,
         settings.api,
         settings.limits,
+        settings.webhooks,
     ):
         for field in section.__struct_fields__:
             value = getattr(section, field)
@@ -265,7 +266,7 @@ def check(settings: Settings) -> list[str]:
     problems += _check_store(settings.store)
     if settings.worker.heartbeat_seconds * 2 > settings.worker.lease_seconds:
         problems.append("worker.heartbeat_seconds must be at most half of worker.lease_seconds, or leases run out")
-        settings.webhooks,
+    jobs: dict[str, str] = {}
     for name, model in settings.models.items():
         problems += _check_model(name, model)
     return problems

@@ -28,12 +28,12 @@ from batch_pipeline.ledger.transitions import (
     update_batch,
 )
 from batch_pipeline.ledger.usage import Charge, charge
+from batch_pipeline.ledger.webhooks import queue_deliveries
+from batch_pipeline.settings import Limits
 
 _STOPPED_STATE = {BatchStatus.CANCELLED: ChunkState.CANCELLED, BatchStatus.EXPIRED: ChunkState.EXPIRED}
 
 
-from batch_pipeline.ledger.webhooks import queue_deliveries
-from batch_pipeline.settings import Limits
 class Batches:
     """Batches and their transitions."""
 
@@ -208,6 +208,7 @@ class Batches:
             if not BatchStatus(batch.status).is_final:
                 _finish(tx, batch, files, run_id, actor)
                 charge(tx, batch_id, charges)
+                tallies.count(tx, _ended(batch, files))
             return _get(tx, batch_id)
 
     def get(self, batch_id: str, *, customer: str | None = None) -> Batch:
@@ -235,7 +236,6 @@ class Batches:
     def recent(
         self,
         *,
-                tallies.count(tx, _ended(batch, files))
         customer: str | None = None,
         statuses: Sequence[BatchStatus] = (),
         limit: int = 100,
@@ -332,6 +332,27 @@ def _get(tx: Transaction, batch_id: str) -> Batch:
     return rows.batch(row)
 
 
+def _ended(batch: Any, files: records.FinalFiles) -> dict[str, int]:
+    """Return what a batch that has ended adds to the totals."""
+    requests = {name: getattr(files, name) for name in ("completed", "failed", "expired", "cancelled")}
+    return {
+        f"{tallies.ENDED}{batch.outcome}": 1,
+        **{f"{tallies.REQUESTS}{result}": count for result, count in requests.items()},
+        f"{tallies.REQUESTS}invalid": batch.invalid,
+        f"{tallies.TOKENS}input": files.input_tokens,
+        f"{tallies.TOKENS}cached": files.cached_tokens,
+        f"{tallies.TOKENS}output": files.output_tokens,
+    }
+
+
+def _prompt_tokens(new: Sequence[records.NewChunk]) -> Counter[str]:
+    """Return the prompt tokens of chunks by model."""
+    tokens: Counter[str] = Counter()
+    for chunk in new:
+        tokens[chunk.model] += chunk.prompt_tokens
+    return tokens
+
+
 def _insert_chunks(tx: Transaction, batch: Any, new: list[records.NewChunk], state: ChunkState) -> None:
     if not new:
         return
@@ -357,27 +378,6 @@ def _insert_chunks(tx: Transaction, batch: Any, new: list[records.NewChunk], sta
         )
     for model, floor in floors.items():
         join_queue(tx, batch.customer, model, floor)
-
-
-def _ended(batch: Any, files: records.FinalFiles) -> dict[str, int]:
-    """Return what a batch that has ended adds to the totals."""
-    requests = {name: getattr(files, name) for name in ("completed", "failed", "expired", "cancelled")}
-    return {
-        f"{tallies.ENDED}{batch.outcome}": 1,
-        **{f"{tallies.REQUESTS}{result}": count for result, count in requests.items()},
-        f"{tallies.REQUESTS}invalid": batch.invalid,
-        f"{tallies.TOKENS}input": files.input_tokens,
-        f"{tallies.TOKENS}cached": files.cached_tokens,
-        f"{tallies.TOKENS}output": files.output_tokens,
-    }
-
-
-def _prompt_tokens(new: Sequence[records.NewChunk]) -> Counter[str]:
-    """Return the prompt tokens of chunks by model."""
-    tokens: Counter[str] = Counter()
-    for chunk in new:
-        tokens[chunk.model] += chunk.prompt_tokens
-    return tokens
 
 
 def _finish(tx: Transaction, batch: Any, files: records.FinalFiles, run_id: str | None, actor: str) -> None:

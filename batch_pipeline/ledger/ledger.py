@@ -13,8 +13,8 @@ from batch_pipeline.ledger.notices import Notices
 from batch_pipeline.ledger.retention import Retention
 from batch_pipeline.ledger.schema import batches, is_open, lanes
 from batch_pipeline.ledger.usage import Usage
-from batch_pipeline.ledger.workers import Workers
 from batch_pipeline.ledger.webhooks import Webhooks
+from batch_pipeline.ledger.workers import Workers
 from batch_pipeline.scheduling.placement import Backlog
 from batch_pipeline.settings import Limits, Settings
 
@@ -32,9 +32,9 @@ class Ledger:
         self.notices = Notices(database)
         self.retention = Retention(database)
         self.usage = Usage(database)
+        self.webhooks = Webhooks(database)
 
     @classmethod
-        self.webhooks = Webhooks(database)
     def open(
         cls,
         url: str,
