@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from batch_pipeline.errors import SettingsError
-from batch_pipeline.models import ENDPOINTS, INLINE_MEDIA, Model, Prices
+from batch_pipeline.models import ENDPOINTS, INLINE_MEDIA, Model, Prices, job_name
 
 CONFIG_VARIABLE = "BATCH_PIPELINE_CONFIG"
 OVERRIDE_PREFIX = "BATCH_PIPELINE__"
@@ -219,6 +219,15 @@ class Settings(_Section, frozen=True):
     models: dict[str, Model] = {}
 
 
+def limited(intake: Intake, limits: Limits) -> Intake:
+    """Return the limits of a customer's files: its own where they are below those of the service."""
+    return msgspec.structs.replace(
+        intake,
+        max_requests=min(intake.max_requests, limits.max_requests),
+        max_file_bytes=min(intake.max_file_bytes, limits.max_file_bytes),
+    )
+
+
 def load(path: Path | None = None, environment: Mapping[str, str] | None = None) -> Settings:
     """Read the configuration from `path` (default: see the module) and the environment.
 
@@ -269,6 +278,8 @@ def check(settings: Settings) -> list[str]:
     jobs: dict[str, str] = {}
     for name, model in settings.models.items():
         problems += _check_model(name, model)
+        if (other := jobs.setdefault(job_name(name), name)) != name:
+            problems.append(f"models: {other!r} and {name!r} would share the Dagster job {job_name(name)}: rename one")
     return problems
 
 

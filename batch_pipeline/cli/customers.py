@@ -84,7 +84,7 @@ def show(app: App, customer: str, as_json: bool) -> None:
     """Print what counts for CUSTOMER, its keys, and how much of its quotas is taken."""
     found = app.ledger.customers.get(customer)
     if as_json:
-        enqueued, owned = app.ledger.customers.enqueued(customer), app.ledger.customers.keys(customer)
+        enqueued, owned = app.ledger.quotas.enqueued(customer), app.ledger.customers.keys(customer)
         print_json({"customer": found, "enqueued_tokens": enqueued, "keys": owned})
     else:
         _show(app, found)
@@ -97,7 +97,7 @@ def _show(app: App, found: Customer) -> None:
     for name in _LIMITS:
         origin = "" if name in found.own_limits else " (as configured)"
         table.add_row(name, f"{getattr(found.limits, name)}{origin}")
-    for model, tokens in app.ledger.customers.enqueued(found.customer).items():
+    for model, tokens in app.ledger.quotas.enqueued(found.customer).items():
         table.add_row(f"enqueued tokens of {model}", str(tokens))
     table.add_row("keys", str(sum(key.revoked_at is None for key in app.ledger.customers.keys(found.customer))))
     app.console.print(table)

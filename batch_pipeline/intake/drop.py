@@ -38,7 +38,7 @@ from batch_pipeline.intake.options import Options, choose
 from batch_pipeline.ledger import Ledger
 from batch_pipeline.ledger.records import Batch, Door, NewBatch
 from batch_pipeline.results import outbox
-from batch_pipeline.settings import Settings
+from batch_pipeline.settings import Settings, limited
 from batch_pipeline.store import ObjectInfo, ObjectMissing, ObjectStore, PreconditionFailed, keys
 from batch_pipeline.wire import codes
 
@@ -173,16 +173,16 @@ def _take_or_reject(drop: Drop, *, ledger: Ledger, store: ObjectStore, settings:
     file = drop.info.key.removeprefix(keys.INBOX).partition("/")[2]
     try:
         try:
-            options = _check(drop, file, settings)
+            options = _check(drop, file, ledger, settings)
+            return _take(drop, options, ledger=ledger, store=store, settings=settings)
         except CustomerError as error:
             return _reject(drop, error, store)
-        return _take(drop, options, ledger=ledger, store=store, settings=settings)
     except (PreconditionFailed, ObjectMissing):
         _log.info("%r was changed while it was taken; it is looked at again", drop.info.key)
         return None
 
 
-def _check(drop: Drop, file: str, settings: Settings) -> Options:
+def _check(drop: Drop, file: str, ledger: Ledger, settings: Settings) -> Options:
     """Return the drop's options. Raises CustomerError where it cannot be taken."""
     if not ids.CUSTOMER_PATTERN.fullmatch(drop.customer) or not file:
         raise CustomerError(
@@ -199,10 +199,11 @@ def _check(drop: Drop, file: str, settings: Settings) -> Options:
             "a file's name has 1 to 200 letters, digits, '.', '_' and '-' before .jsonl, starts with a letter or "
             "digit, does not end with a dot, and lies directly in its customer's folder; drop it under another name",
         )
-    if drop.info.size > settings.intake.max_file_bytes:
+    limits = limited(settings.intake, ledger.customers.limits_of(drop.customer))
+    if drop.info.size > limits.max_file_bytes:
         raise CustomerError(
             codes.FILE_TOO_LARGE,
-            f"the file has {drop.info.size} bytes, and at most {settings.intake.max_file_bytes} are taken; divide it",
+            f"the file has {drop.info.size} bytes, and at most {limits.max_file_bytes} are taken; divide it",
         )
     return _options(drop.info.metadata, settings)
 
@@ -230,29 +231,32 @@ def _options(metadata: dict[str, str], settings: Settings) -> Options:
 
 
 def _take(drop: Drop, options: Options, *, ledger: Ledger, store: ObjectStore, settings: Settings) -> Taken:
-    """Make a batch of a drop. Killed between any two steps, the next call goes on with the same batch."""
+    """Make a batch of a drop. Killed between any two steps, the next call goes on with the same batch.
+
+    Raises LimitReached where the customer has as many open batches as it may have.
+    """
     batch = ledger.batches.by_creation_key(drop.creation_key)
     if batch is None:
         batch_id = drop.batch_id
         input_key = keys.input_file(batch_id)
         copied = _copy_once(drop.info, input_key, store)
-        batch = ledger.batches.create(
-            NewBatch(
-                batch_id=batch_id,
-                customer=drop.customer,
-                name=drop.name,
-                door=Door.DROP,
-                endpoint=options.endpoint,
-                window_seconds=options.window_seconds,
-                on_invalid=options.on_invalid,
-                creation_key=drop.creation_key,
-                input_key=input_key,
-                input_bytes=copied.size,
-                input_etag=copied.etag,
-                metadata=options.metadata,
-            ),
-            actor=ACTOR,
+        new = NewBatch(
+            batch_id=batch_id,
+            customer=drop.customer,
+            name=drop.name,
+            door=Door.DROP,
+            endpoint=options.endpoint,
+            window_seconds=options.window_seconds,
+            on_invalid=options.on_invalid,
+            creation_key=drop.creation_key,
+            input_key=input_key,
+            input_bytes=copied.size,
+            input_etag=copied.etag,
+            metadata=options.metadata,
         )
+        # Where this is refused the copy stays, as an upload that never became a batch: another one who takes the same
+        # drop at this moment may have made a batch of it, by the same key.
+        batch = ledger.batches.create(new, actor=ACTOR)
     outbox.publish_status(batch.batch_id, ledger=ledger, store=store, settings=settings)
     remove(drop.info, store)
     return Taken(drop.info.key, batch.batch_id)

@@ -18,7 +18,7 @@ from typing import BinaryIO, NamedTuple
 
 from batch_pipeline import ids
 from batch_pipeline import settings as configuration
-from batch_pipeline.errors import CustomerError
+from batch_pipeline.errors import CustomerError, LimitReached
 from batch_pipeline.intake.options import Options
 from batch_pipeline.ledger import Ledger
 from batch_pipeline.ledger.records import Batch, Door, NewBatch
@@ -52,9 +52,10 @@ def submit(
     """Make a batch of a local file and publish its first status.
 
     Raises CustomerError where the customer, the name or the file cannot be accepted, or where the idempotency key was
-    used for another submission; StoreError; OSError where the file cannot be read.
+    used for another submission; LimitReached where the customer has as many open batches as it may have; StoreError;
+    OSError where the file cannot be read.
     """
-    size = check(file, customer, name, settings.intake)
+    size = check(file, customer, name, settings.intake, ledger)
     if idempotency_key is not None and not 1 <= len(idempotency_key) <= MAX_IDEMPOTENCY_KEY_CHARACTERS:
         raise CustomerError(
             codes.INVALID_OPTION,
@@ -71,7 +72,9 @@ def submit(
         if taken is None or taken.size != size:
             store.delete(input_key)
             raise CustomerError(codes.INVALID_REQUEST, f"{file} changed while it was read: submit it again")
-        batch = ledger.batches.create(
+        batch = _create(
+            ledger,
+            store,
             NewBatch(
                 batch_id=batch_id,
                 customer=customer,
@@ -86,7 +89,6 @@ def submit(
                 input_etag=taken.etag,
                 metadata=options.metadata,
             ),
-            actor=door,
         )
         is_new = batch.batch_id == batch_id
         if not is_new:
@@ -97,7 +99,16 @@ def submit(
     return Submitted(batch, is_new)
 
 
-def check(file: Path, customer: str, name: str, limits: configuration.Intake) -> int:
+def _create(ledger: Ledger, store: ObjectStore, new: NewBatch) -> Batch:
+    """Create the batch. Raises LimitReached where its customer may have no more, once what was uploaded is removed."""
+    try:
+        return ledger.batches.create(new, actor=new.door)
+    except LimitReached:
+        store.delete(new.input_key)
+        raise
+
+
+def check(file: Path, customer: str, name: str, intake: configuration.Intake, ledger: Ledger) -> int:
     """Return the file's size in bytes. Raises CustomerError for what can be refused before anything is sent."""
     if not ids.CUSTOMER_PATTERN.fullmatch(customer):
         raise CustomerError(
@@ -114,6 +125,7 @@ def check(file: Path, customer: str, name: str, limits: configuration.Intake) ->
         kind = "is a folder" if file.is_dir() else "does not exist" if not file.exists() else "is not a regular file"
         raise CustomerError(codes.INVALID_NAME, f"{file} {kind}: name a file of requests, one JSON object a line")
     size = file.stat().st_size
+    limits = configuration.limited(intake, ledger.customers.limits_of(customer))
     if size > limits.max_file_bytes:
         raise CustomerError(codes.FILE_TOO_LARGE, f"{file} has {size} bytes; at most {limits.max_file_bytes} are taken")
     return size

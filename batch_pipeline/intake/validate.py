@@ -18,7 +18,7 @@ from batch_pipeline.intake import spool
 from batch_pipeline.intake.scan import Scan
 from batch_pipeline.ledger import Ledger
 from batch_pipeline.ledger.records import Batch, BatchStatus
-from batch_pipeline.settings import Settings
+from batch_pipeline.settings import Settings, limited
 from batch_pipeline.store import ObjectStore, keys
 from batch_pipeline.wire.lines import LineError, ResultLine, encode_result
 
@@ -51,7 +51,8 @@ def validate(
         return ValidationSummary(total=batch.total, invalid=batch.invalid, input_sha256=batch.input_sha256 or "")
     scratch = settings.intake.scratch_dir
     with spool.workspace(scratch, batch_id) as folder:
-        scan = Scan(settings, batch.endpoint, folder, batch.input_bytes)
+        limits = limited(settings.intake, ledger.customers.limits_of(batch.customer))
+        scan = Scan(msgspec.structs.replace(settings, intake=limits), batch.endpoint, folder, batch.input_bytes)
         copy = folder / "input.jsonl"
         with copy.open("w+b") as file:
             found = scan.run(spool.pieces(store, batch.input_key, batch.input_bytes), file, fill=True)

@@ -6,6 +6,7 @@ nothing.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,15 +14,18 @@ import msgspec
 import sqlalchemy as sa
 
 from batch_pipeline.errors import NotAllowedInState, NotFound, ProofFailed
-from batch_pipeline.ledger import events, records, rows, tallies
+from batch_pipeline.ledger import events, quotas, records, rows, tallies
 from batch_pipeline.ledger.database import Database, Transaction
 from batch_pipeline.ledger.records import Batch, BatchStatus, ChunkState, Lane, OnInvalid
 from batch_pipeline.ledger.schema import batches, chunks, is_open, is_undecided, is_unshown, lanes
 from batch_pipeline.ledger.transitions import (
+    HOLDS_NOTHING,
     ensure_customer,
+    give_back_quota,
     insert_for,
     join_queue,
     lock_batch,
+    lock_customer,
     queue_floor,
     settle,
     stop_pending,
@@ -37,14 +41,25 @@ _STOPPED_STATE = {BatchStatus.CANCELLED: ChunkState.CANCELLED, BatchStatus.EXPIR
 class Batches:
     """Batches and their transitions."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, limits: Limits) -> None:
         self._database = database
+        self._limits = limits
+        """Of customers for whom none were set."""
 
     def create(self, new: records.NewBatch, actor: str = "intake") -> Batch:
-        """(nothing) -> validating. The same creation key again returns the batch that it made, unchanged."""
+        """(nothing) -> validating. The same creation key again returns the batch that it made, unchanged.
+
+        Raises LimitReached where the customer has as many open batches as it may have.
+        """
         values = msgspec.structs.asdict(new)
+        made_by_key = rows.BATCH.where(batches.c.creation_key == new.creation_key)
         with self._database.write() as tx:
             ensure_customer(tx, new.customer)
+            customer = lock_customer(tx, new.customer)
+            row = tx.connection.execute(made_by_key).one_or_none()
+            if row is not None:
+                return rows.batch(row)
+            quotas.check_open_batches(tx, customer, self._limits)
             insert = insert_for(tx, batches).values(
                 **{**values, "metadata": rows.json(new.metadata)},
                 status=BatchStatus.VALIDATING,
@@ -55,16 +70,16 @@ class Batches:
             created = tx.connection.execute(insert.on_conflict_do_nothing().returning(batches.c.batch_id)).one_or_none()
             if created is not None:
                 events.record(tx, new.batch_id, "created", actor, detail=f"{new.door} {new.name}")
-            row = tx.connection.execute(rows.BATCH.where(batches.c.creation_key == new.creation_key)).one()
-            return rows.batch(row)
+            return rows.batch(tx.connection.execute(made_by_key).one())
 
     def record_intake(
         self, batch_id: str, result: records.IntakeResult, *, run_id: str | None = None, actor: str = "intake"
     ) -> Batch:
         """validating -> in_progress with its chunks; the first record counts, later ones change nothing.
 
-        Where nothing is valid, or a line is bad and the owner asked for strict, the outcome is `failed` and the merge
-        makes the files. A batch that was cancelled or has expired meanwhile gets its chunks as stopped ones.
+        Where nothing is valid, a line is bad and the owner asked for strict, or the customer's batches would have more
+        enqueued tokens than they may have, the outcome is `failed` and the merge makes the files. A batch that was
+        cancelled or has expired meanwhile gets its chunks as stopped ones.
         """
         with self._database.write() as tx:
             batch = lock_batch(tx, batch_id)
@@ -82,6 +97,14 @@ class Batches:
             raise ProofFailed([f"{result.total} requests are not {result.invalid} invalid and {in_chunks} in chunks"])
         outcome, status = batch.outcome, batch.status
         fails = not result.chunks or (batch.on_invalid == OnInvalid.FAIL and result.invalid > 0)
+        errors, enqueued = result.errors, HOLDS_NOTHING
+        if outcome is None and not fails:
+            wanted = _prompt_tokens(result.chunks)
+            over = quotas.take(tx, batch.customer, wanted, self._limits)
+            if over:
+                fails, errors = True, [*over, *errors]
+            else:
+                enqueued = quotas.as_column(wanted)
         if outcome is None and fails:
             outcome = BatchStatus.FAILED
         elif status == BatchStatus.VALIDATING:
@@ -97,7 +120,8 @@ class Batches:
             invalid=result.invalid,
             input_sha256=result.input_sha256,
             invalid_key=result.invalid_key,
-            errors=rows.json(result.errors),
+            errors=rows.json(errors),
+            enqueued=enqueued,
             models=rows.json(sorted({chunk.model for chunk in result.chunks})),
             intake_run_id=run_id,
             run_due_at=0.0,
@@ -131,9 +155,11 @@ class Batches:
                     outcome=BatchStatus.CANCELLED,
                     cancelling_at=tx.now,
                     run_due_at=0.0,
+                    enqueued=HOLDS_NOTHING,
                 )
                 events.record(tx, batch_id, "cancelling", actor)
                 stop_pending(tx, batch_id, ChunkState.CANCELLED, actor)
+                give_back_quota(tx, batch)
                 settle(tx, lock_batch(tx, batch_id), actor)
             return _get(tx, batch_id)
 
@@ -153,9 +179,10 @@ class Batches:
             alive = batch.outcome is None and batch.status in (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS)
             if not alive or batch.deadline_at > tx.now:
                 return False
-            update_batch(tx, batch_id, outcome=BatchStatus.EXPIRED)
+            update_batch(tx, batch_id, outcome=BatchStatus.EXPIRED, enqueued=HOLDS_NOTHING)
             events.record(tx, batch_id, "expiring", actor)
             stop_pending(tx, batch_id, ChunkState.EXPIRED, actor)
+            give_back_quota(tx, batch)
             settle(tx, lock_batch(tx, batch_id), actor)
             return True
 

@@ -18,7 +18,7 @@ import sqlalchemy as sa
 from batch_pipeline import ids
 from batch_pipeline.errors import CustomerError, NotFound
 from batch_pipeline.ledger.database import Database, Transaction
-from batch_pipeline.ledger.schema import api_keys, customers, quotas
+from batch_pipeline.ledger.schema import api_keys, customers
 from batch_pipeline.ledger.transitions import ensure_customer
 from batch_pipeline.settings import Limits
 from batch_pipeline.wire import codes
@@ -132,12 +132,6 @@ class Customers:
         with self._database.read() as tx:
             found = tx.connection.execute(sa.select(customers).order_by(customers.c.customer))
             return [self._customer(row) for row in found]
-
-    def enqueued(self, customer: str) -> dict[str, int]:
-        """Return the prompt tokens by model that a customer's batches hold of its quotas."""
-        query = sa.select(quotas.c.model, quotas.c.tokens).where(quotas.c.customer == customer, quotas.c.tokens > 0)
-        with self._database.read() as tx:
-            return {row.model: int(row.tokens) for row in tx.connection.execute(query.order_by(quotas.c.model))}
 
     def add_key(self, customer: str, label: str = "") -> NewKey:
         """Make a key. Killed before the commit there is none; where only the answer is lost, revoke it, make another.

@@ -10,6 +10,7 @@ from batch_pipeline.ledger.customers import Customers
 from batch_pipeline.ledger.database import Clock, Database
 from batch_pipeline.ledger.events import Events
 from batch_pipeline.ledger.notices import Notices
+from batch_pipeline.ledger.quotas import Quotas
 from batch_pipeline.ledger.retention import Retention
 from batch_pipeline.ledger.schema import batches, is_open, lanes
 from batch_pipeline.ledger.usage import Usage
@@ -25,7 +26,8 @@ class Ledger:
     def __init__(self, database: Database, lease_seconds: float, max_failures: int, limits: Limits) -> None:
         self._database = database
         self.customers = Customers(database, limits)
-        self.batches = Batches(database)
+        self.quotas = Quotas(database)
+        self.batches = Batches(database, limits)
         self.chunks = Chunks(database, lease_seconds, max_failures)
         self.workers = Workers(database, lease_seconds)
         self.events = Events(database)

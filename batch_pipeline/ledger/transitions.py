@@ -4,9 +4,10 @@ stopped.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import msgspec
 import sqlalchemy as sa
 
 from batch_pipeline.ledger import events
@@ -20,8 +21,12 @@ from batch_pipeline.ledger.schema import (
     is_undecided,
     is_waiting,
     lanes,
+    quotas,
     service,
 )
+
+HOLDS_NOTHING = "{}"
+"""The column `enqueued` of a batch that holds nothing of its customer's quotas."""
 
 _LANE_SUMS = (
     *("pending", "leased", "committed", "stopped", "pending_tokens"),
@@ -100,9 +105,34 @@ def settle(tx: Transaction, batch: Any, actor: str) -> bool:
         outcome=outcome,
         finalizing_at=tx.now,
         run_due_at=0.0,
+        enqueued=HOLDS_NOTHING,
     )
+    give_back_quota(tx, batch)
     events.record(tx, batch.batch_id, "finalizing", actor, detail=f"towards {outcome}")
     return True
+
+
+def give_back_quota(tx: Transaction, batch: Any) -> None:
+    """Give back what a batch's row, locked and as it was before this transaction, says that it holds.
+
+    The caller sets its column `enqueued` to HOLDS_NOTHING. To be called after chunks and lanes, for the order of locks.
+    """
+    add_to_quotas(tx, batch.customer, held_by(batch), -1)
+
+
+def held_by(batch: Any) -> dict[str, int]:
+    """Return the prompt tokens by model that a batch's row says it holds of its customer's quotas."""
+    return msgspec.json.decode(batch.enqueued, type=dict[str, int])
+
+
+def add_to_quotas(tx: Transaction, customer: str, tokens: Mapping[str, int], sign: int) -> None:
+    """Add to, or with a sign of -1 take from, the sums of a customer's enqueued tokens."""
+    for model, count in sorted(tokens.items()):
+        tx.connection.execute(
+            quotas.update()
+            .where(quotas.c.customer == customer, quotas.c.model == model)
+            .values(tokens=quotas.c.tokens + sign * count)
+        )
 
 
 def queue_floor(tx: Transaction, customer: str, model: str) -> float | None:
@@ -151,6 +181,11 @@ def ensure_customer(tx: Transaction, customer: str) -> None:
     """Add the customer with the default weight where it is new."""
     insert = insert_for(tx, customers).values(customer=customer, weight=1.0, created_at=tx.now)
     tx.connection.execute(insert.on_conflict_do_nothing())
+
+
+def lock_customer(tx: Transaction, customer: str) -> Any:
+    """Return the customer's row, which must be there, locked until the end of the transaction."""
+    return tx.connection.execute(sa.select(customers).where(customers.c.customer == customer).with_for_update()).one()
 
 
 def insert_for(tx: Transaction, table: sa.Table) -> Any:

@@ -41,6 +41,11 @@ _STRICT = LineError(
     "Mend them, or submit with on-invalid skip, which runs the good lines.",
 )
 
+_OVER_QUOTA = LineError(
+    codes.TOKEN_LIMIT_EXCEEDED,
+    "Not run: the batch would have had more enqueued tokens than its customer may have; its errors have the figures.",
+)
+
 
 @dataclass(frozen=True)
 class Contribution:
@@ -77,7 +82,7 @@ def of_stopped(batch: Batch, chunk: Chunk, store: ObjectStore) -> Contribution:
             if request.index not in labels:
                 raise ProofFailed([f"{name_of(chunk)}: checkpoint {key} has request {request.index} of another chunk"])
             finished.setdefault(request.index, request)
-    why = _STRICT if batch.outcome == BatchStatus.FAILED else _WHY_NOT[chunk.state]
+    why = _why_failed(batch) if batch.outcome == BatchStatus.FAILED else _WHY_NOT[chunk.state]
     counts = chunk_files.count(finished.values())
     for index, label in labels.items():
         if index not in finished:
@@ -102,6 +107,12 @@ def of_stopped(batch: Batch, chunk: Chunk, store: ObjectStore) -> Contribution:
             output_tokens=counts.output_tokens,
         ),
     )
+
+
+def _why_failed(batch: Batch) -> LineError:
+    """Return why a valid request of a batch that failed as a whole was not run."""
+    is_over = any(error.code == codes.TOKEN_LIMIT_EXCEEDED for error in batch.errors)
+    return _OVER_QUOTA if is_over else _STRICT
 
 
 def committed_bytes(chunk: Chunk, store: ObjectStore) -> bytes:

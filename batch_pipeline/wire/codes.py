@@ -24,6 +24,11 @@ INVALID_OPTION = "invalid_option"
 INVALID_LINES = "invalid_lines"
 """The owner asked for strict and at least one line is bad."""
 
+BATCH_LIMIT_EXCEEDED = "batch_limit_exceeded"
+"""The customer has as many open batches as it may have."""
+TOKEN_LIMIT_EXCEEDED = "token_limit_exceeded"  # noqa: S105 - a word for customers
+"""The customer's batches would have more enqueued tokens of a model than they may have."""
+
 # Of a request that was valid.
 BATCH_EXPIRED = "batch_expired"
 BATCH_CANCELLED = "batch_cancelled"

@@ -5,6 +5,7 @@ It knows batches, chunks, leases and events; it does not know the order of lease
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from batch_pipeline.ledger.records import (
@@ -73,8 +74,9 @@ class ModelBatch:
 class LedgerModel:
     """All batches; `now` is set by whoever moves the clock."""
 
-    def __init__(self, now: float, lease_seconds: float, max_failures: int) -> None:
+    def __init__(self, now: float, lease_seconds: float, max_failures: int, max_enqueued_tokens: int = 2**62) -> None:
         self.now = now
+        self._max_enqueued_tokens = max_enqueued_tokens
         self._lease_seconds = lease_seconds
         self._max_failures = max_failures
         self.batches: dict[str, ModelBatch] = {}
@@ -115,7 +117,7 @@ class LedgerModel:
             return
         batch.intake = intake
         strict = batch.made.on_invalid == OnInvalid.FAIL and intake.invalid > 0
-        if batch.outcome is None and (strict or not intake.chunks):
+        if batch.outcome is None and (strict or not intake.chunks or self._is_over_quota(batch, intake)):
             batch.outcome = BatchStatus.FAILED
             batch.events.append("failing")
         elif batch.status == BatchStatus.VALIDATING:
@@ -126,6 +128,19 @@ class LedgerModel:
         state = ChunkState.PENDING if batch.outcome is None else _STOPPED[batch.outcome]
         batch.chunks = [ModelChunk(chunk, state) for chunk in intake.chunks]
         self._settle(batch)
+
+    def enqueued(self) -> Counter[tuple[str, str]]:
+        """Prompt tokens by customer and model of the batches that wait or run."""
+        sums: Counter[tuple[str, str]] = Counter()
+        for batch in self.batches.values():
+            if batch.status == BatchStatus.IN_PROGRESS and batch.outcome is None:
+                sums += _prompt_tokens(batch.made.customer, [chunk.made for chunk in batch.chunks])
+        return sums
+
+    def _is_over_quota(self, batch: ModelBatch, intake: IntakeResult) -> bool:
+        then = self.enqueued()
+        wanted = _prompt_tokens(batch.made.customer, intake.chunks)
+        return any(then[key] + tokens > self._max_enqueued_tokens for key, tokens in wanted.items())
 
     def lease(self, ref: LeaseRef) -> None:
         """pending -> leased."""
@@ -227,3 +242,10 @@ class LedgerModel:
         batch.status, batch.outcome = BatchStatus.FINALIZING, batch.outcome or BatchStatus.COMPLETED
         batch.events.append("finalizing")
         return True
+
+
+def _prompt_tokens(customer: str, chunks: list[NewChunk]) -> Counter[tuple[str, str]]:
+    sums: Counter[tuple[str, str]] = Counter()
+    for chunk in chunks:
+        sums[customer, chunk.model] += chunk.prompt_tokens
+    return sums

@@ -21,6 +21,7 @@ from hypothesis.stateful import (
 from batch_pipeline.errors import LeaseLost, NotAllowedInState, NotFound, ProofFailed
 from batch_pipeline.ledger import Ledger, schema
 from batch_pipeline.ledger.records import Batch, BatchStatus, Chunk, ChunkState, Lease, OnInvalid
+from batch_pipeline.settings import Limits
 from tests.fakes.clock import SteppedClock
 from tests.fakes.ledger_model import LedgerModel, ModelBatch
 from tests.fakes.ledger_values import counted, intake_result, new_batch, part_of, result_of
@@ -29,6 +30,8 @@ MODELS = ("model-a", "model-b")
 WORKERS = ("w1", "w2", "w3")
 LEASE_SECONDS = 60.0
 MAX_FAILURES = 2
+MAX_ENQUEUED_TOKENS = 500
+"""Of one model: six chunks' worth, as they are made here."""
 _RANK = {BatchStatus.VALIDATING: 0, BatchStatus.IN_PROGRESS: 1, BatchStatus.CANCELLING: 2, BatchStatus.FINALIZING: 3}
 
 any_of = st.integers(min_value=0, max_value=10_000)
@@ -44,7 +47,7 @@ class LedgerMachine(RuleBasedStateMachine):
         _empty(ledger)
         self.ledger = ledger
         self.clock = clock
-        self.model = LedgerModel(clock.time, LEASE_SECONDS, MAX_FAILURES)
+        self.model = LedgerModel(clock.time, LEASE_SECONDS, MAX_FAILURES, MAX_ENQUEUED_TOKENS)
         self.leases: list[tuple[str, Lease]] = []
         self.seen: dict[str, Batch] = {}
         self.tokens: Counter[tuple[str, int]] = Counter()
@@ -223,6 +226,10 @@ class LedgerMachine(RuleBasedStateMachine):
     # What holds after each of these.
 
     @invariant()
+    def quotas_are_what_is_open(self) -> None:
+        assert self.ledger.quotas.kept() == self.ledger.quotas.recount() == dict(self.model.enqueued())
+
+    @invariant()
     def everything_holds(self) -> None:
         for batch_id, expected in self.model.batches.items():
             batch = self.ledger.batches.get(batch_id)
@@ -338,7 +345,13 @@ def clock() -> SteppedClock:
 
 @pytest.fixture
 def stepped_ledger(ledger_url: str, clock: SteppedClock) -> Iterator[Ledger]:
-    ledger = Ledger.open(ledger_url, lease_seconds=LEASE_SECONDS, max_failures=MAX_FAILURES, clock=clock)
+    ledger = Ledger.open(
+        ledger_url,
+        lease_seconds=LEASE_SECONDS,
+        max_failures=MAX_FAILURES,
+        limits=Limits(max_enqueued_tokens=MAX_ENQUEUED_TOKENS),
+        clock=clock,
+    )
     yield ledger
     ledger.close()
 
