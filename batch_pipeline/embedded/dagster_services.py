@@ -20,6 +20,9 @@ from batch_pipeline.settings import Settings
 
 DEFINITIONS = "batch_pipeline.definitions"
 LOCATION = "batch_pipeline"
+SENSOR_TIMEOUT = "DAGSTER_SENSOR_GRPC_TIMEOUT_SECONDS"
+SENSOR_TIMEOUT_SECONDS = 600
+"""Dagster's own minute is too short for a tick that copies files of many gigabytes inside the store."""
 
 _INSTANCE = """\
 # Written by `batch-pipeline up` at each start: changes made here are lost.
@@ -115,7 +118,7 @@ def dagster_services(
     port, ui_port = settings.embedded.code_server_port, settings.embedded.dagster_port
     workspace = str(home / "workspace.yaml")
     client = DagsterClient(webserver_url(settings))
-    variables = {**environment, "DAGSTER_HOME": str(home)}
+    variables = {**environment, "DAGSTER_HOME": str(home), SENSOR_TIMEOUT: str(SENSOR_TIMEOUT_SECONDS)}
     code_server = Service(
         name="dagster-code-server",
         command=_program("dagster", "code-server", "start", "-m", definitions, "-h", LOOPBACK, "-p", str(port)),

@@ -32,9 +32,10 @@ if TYPE_CHECKING:
 MIN_PART_BYTES = 5 * 1024 * 1024
 """S3's smallest part, except for the last of an object."""
 PART_BYTES = 16 * 1024 * 1024
-MAX_COPY_BYTES = 5 * 1024**3
-"""S3's largest object for one copy call."""
-COPY_PART_BYTES = 512 * 1024 * 1024
+MAX_COPY_BYTES = 1024**3
+"""Larger objects are copied in parts, several at once: one call for each would take minutes (and S3 takes 5 GiB)."""
+COPY_PART_BYTES = 256 * 1024 * 1024
+COPY_THREADS = 8
 MANY_PARTS = 5_000
 """Half of the parts that S3 allows: from there on parts are larger, so that 10,000 make more than 300 GB."""
 LARGE_PART_BYTES = 64 * 1024 * 1024
@@ -179,6 +180,7 @@ class ObjectStore:
     def copy(self, source: ObjectInfo, target: str) -> None:
         """Copy inside the store, only if the source still has the etag of `source`; no byte passes through us.
 
+        Killed before its end, the target has what it had before.
         Raises PreconditionFailed where the source was overwritten, ObjectMissing where it was deleted.
         """
         if source.size <= MAX_COPY_BYTES:
@@ -191,10 +193,13 @@ class ObjectStore:
                     MetadataDirective="REPLACE",
                 )
             return
-        with self.multipart(target) as writer:
-            for start in range(0, source.size, COPY_PART_BYTES):
-                length = min(COPY_PART_BYTES, source.size - start)
-                writer.copy_part(source.key, start, length, if_match=source.etag)
+        part = max(COPY_PART_BYTES, -(-source.size // (2 * MANY_PARTS)))
+        with (
+            ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="copy") as pool,
+            self.multipart(target, pool) as writer,
+        ):
+            for start in range(0, source.size, part):
+                writer.copy_part(source.key, start, min(part, source.size - start), if_match=source.etag)
 
     def multipart(self, key: str, pool: ThreadPoolExecutor | None = None) -> MultipartWriter:
         """Return a writer of a large object from bytes and from ranges of other objects.

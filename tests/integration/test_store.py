@@ -14,6 +14,7 @@ import pytest
 from batch_pipeline import settings as configuration
 from batch_pipeline.embedded.ports import LOOPBACK, free_ports
 from batch_pipeline.errors import StoreError
+from batch_pipeline.store import objects
 from batch_pipeline.store.objects import (
     MIN_PART_BYTES,
     PART_BYTES,
@@ -213,6 +214,23 @@ def test_multipart_copy_of_an_overwritten_source_is_refused(store: ObjectStore) 
     with pytest.raises(PreconditionFailed), store.multipart("joined") as writer:
         writer.copy_part("source", 0, MIN_PART_BYTES, if_match=old.etag)
     assert store.head("joined") is None
+
+
+def test_a_large_object_is_copied_in_parts_only_as_it_was_looked_at(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(objects, "MAX_COPY_BYTES", MIN_PART_BYTES)
+    monkeypatch.setattr(objects, "COPY_PART_BYTES", MIN_PART_BYTES)
+    data = bytes(range(256)) * (9 * MIN_PART_BYTES // 512) + b"end"
+    store.put("large", data)
+    info = store.head("large")
+    assert info is not None
+    store.copy(info, "copy")
+    assert store.get("copy") == data
+    store.put("large", data[::-1])
+    with pytest.raises(PreconditionFailed):
+        store.copy(info, "other")
+    assert store.head("other") is None
 
 
 def test_server_that_is_down_is_one_clear_error(store_settings: configuration.Store) -> None:
