@@ -157,6 +157,10 @@ def test_variables_override_fields_of_every_type(tmp_path: Path) -> None:
         ("[worker]\nlease_seconds = nan", r"worker\.lease_seconds must be above 0, not nan"),
         ('[store]\nendpoint_url = "s3.example.com"', r"store\.endpoint_url must be http:// or https://"),
         ('[store]\nendpoint_url = "http://object_store:8333"', r"store\.endpoint_url must be .*without _"),
+        (
+            GOOD_MODEL.replace("models.m", 'models."m.1"') + GOOD_MODEL.replace("models.m", "models.m-1"),
+            r"models: 'm\.1' and 'm-1' would share the Dagster job gpu_worker_m_1: rename one",
+        ),
         (GOOD_MODEL + "price = {}", r"unknown field `price`.*\$\.models"),
     ],
 )
