@@ -47,7 +47,6 @@ _METADATA_PREFIX = "metadata-"
 _OPTIONS = ("completion-window", "on-invalid", "endpoint")
 _TOOLS_OWN = frozenset({"mtime", "md5chksum", "s3cmd-attrs", "src_last_modified_millis"})
 """Metadata that upload tools add by themselves."""
-_MOST_FAILURES = 3
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 
 _log = logging.getLogger(__name__)
@@ -69,8 +68,8 @@ def take_drops(
     """Deal with up to `limit` dropped files, one of each customer in turn, beginning with a customer by `chance`.
 
     Killed at any point: what was begun is finished by the next call, nothing is lost and nothing taken twice. A file
-    at which the store fails is logged and left for the next call, so that it holds up no other; after a few of them
-    this call ends. Raises StoreError where the inbox cannot be listed.
+    at which the store fails is logged and left for the next call, so that it holds up no other. Raises StoreError where
+    the inbox cannot be listed, at the beginning or after such a failure.
     """
     taken: list[Taken] = []
     failures = 0
@@ -80,11 +79,11 @@ def take_drops(
         except StoreError:
             _log.exception("%r is left for later", listed.key)
             failures += 1
-            if failures == _MOST_FAILURES:
-                break
-            continue
-        taken += done
-        if len(taken) >= limit:
+            # Is it that file, or the store? While that is away there is no use in going on.
+            next(store.list_folders(keys.INBOX), None)
+        else:
+            taken += done
+        if max(len(taken), failures) >= limit:
             break
     return taken
 

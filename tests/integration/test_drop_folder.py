@@ -266,16 +266,38 @@ def test_many_files_of_one_customer_keep_nobody_waiting(
 def test_a_file_at_which_the_store_fails_holds_up_no_other(
     ledger: Ledger, store: ObjectStore, settings: Settings, put: Put, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("a", "b", "c"):
-        put(f"inbox/acme/{name}.jsonl")
+    bad = [f"inbox/acme/a{number}.jsonl" for number in range(5)]
+    for key in [*bad, "inbox/acme/b.jsonl", "inbox/acme/c.jsonl"]:
+        put(key)
     copy = store.copy
 
     def failing(source: ObjectInfo, target: str) -> None:
-        if source.key == "inbox/acme/a.jsonl":
+        if source.key in bad:
             raise StoreError("copying: the object store answered 500")
         copy(source, target)
 
     monkeypatch.setattr(store, "copy", failing)
     assert [entry.key for entry in take(ledger, store, settings)] == ["inbox/acme/b.jsonl", "inbox/acme/c.jsonl"]
     monkeypatch.undo()
-    assert [entry.key for entry in take(ledger, store, settings)] == ["inbox/acme/a.jsonl"]
+    assert [entry.key for entry in take(ledger, store, settings)] == bad
+
+
+def test_a_store_that_goes_away_meanwhile_ends_the_call(
+    ledger: Ledger, store: ObjectStore, settings: Settings, put: Put, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys_dropped = [f"inbox/acme/{number}.jsonl" for number in range(3)]
+    for key in keys_dropped:
+        put(key)
+    list_folders, looked_at = store.list_folders, []
+
+    def away(key: str) -> None:
+        looked_at.append(key)
+        raise StoreError("the object store cannot be reached")
+
+    monkeypatch.setattr(store, "head", away)
+    monkeypatch.setattr(store, "list_folders", lambda prefix: away(prefix) if looked_at else list_folders(prefix))
+    with pytest.raises(StoreError, match="cannot be reached"):
+        take(ledger, store, settings)
+    assert looked_at == [keys_dropped[0], "inbox/"]
+    monkeypatch.undo()
+    assert [entry.key for entry in take(ledger, store, settings)] == keys_dropped
