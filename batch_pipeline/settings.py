@@ -156,6 +156,8 @@ class Api(_Section, frozen=True):
     """Most bodies of files received at once, each with some 20 MiB of memory; others wait."""
     idle_seconds: float = 60.0
     """A client that sends nothing of a body for so long is given up."""
+    metrics_key: str | None = None
+    """What Prometheus has to send as a bearer to read /metrics. Unset: whoever reaches the service may."""
 
 
 class Webhooks(_Section, frozen=True):

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from importlib import metadata
+from importlib.metadata import version
 from typing import Any
 
 from anyio import to_thread
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from batch_pipeline.api import health, problems
+from batch_pipeline.api import health, metrics, problems
 from batch_pipeline.api.rates import Rates
 from batch_pipeline.api.requests import Requests
 from batch_pipeline.api.services import Services
@@ -31,7 +31,7 @@ ROUTERS = (health.router,)
 def create_app(ledger: Ledger, store: ObjectStore, settings: Settings) -> FastAPI:
     """Return the service on an open ledger and store, which the caller closes after it."""
     app = FastAPI(
-        title="Batch Pipeline", version=metadata.version("batch-pipeline"), description=_DESCRIPTION, lifespan=_lifespan
+        title="Batch Pipeline", version=version("batch-pipeline"), description=_DESCRIPTION, lifespan=_lifespan
     )
     app.state.services = Services(
         ledger=ledger,
@@ -42,6 +42,7 @@ def create_app(ledger: Ledger, store: ObjectStore, settings: Settings) -> FastAP
     )
     problems.install(app)
     app.add_middleware(Requests, idle_seconds=settings.api.idle_seconds)
+    metrics.install(app, ledger)
     for router in ROUTERS:
         app.include_router(router)
     app.openapi = lambda: _document(app)  # type: ignore[method-assign]

@@ -21,6 +21,8 @@ def masked(settings: Settings) -> dict[str, Any]:
     tables: dict[str, Any] = msgspec.to_builtins(settings)
     if tables["store"]["secret_access_key"]:
         tables["store"]["secret_access_key"] = MASK
+    if tables["api"]["metrics_key"]:
+        tables["api"]["metrics_key"] = MASK
     tables["ledger"]["url"] = _without_password(tables["ledger"]["url"])
     for model in tables["models"].values():
         model["engine_environment"] = {

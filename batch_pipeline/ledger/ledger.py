@@ -9,6 +9,8 @@ from batch_pipeline.ledger.chunks import Chunks
 from batch_pipeline.ledger.customers import Customers
 from batch_pipeline.ledger.database import Clock, Database
 from batch_pipeline.ledger.events import Events
+from batch_pipeline.ledger.files import Files
+from batch_pipeline.ledger.gauges import Reader
 from batch_pipeline.ledger.notices import Notices
 from batch_pipeline.ledger.quotas import Quotas
 from batch_pipeline.ledger.retention import Retention
@@ -35,6 +37,7 @@ class Ledger:
         self.retention = Retention(database)
         self.usage = Usage(database)
         self.webhooks = Webhooks(database)
+        self.gauges = Reader(database)
 
     @classmethod
     def open(
