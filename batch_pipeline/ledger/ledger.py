@@ -9,7 +9,6 @@ from batch_pipeline.ledger.chunks import Chunks
 from batch_pipeline.ledger.customers import Customers
 from batch_pipeline.ledger.database import Clock, Database
 from batch_pipeline.ledger.events import Events
-from batch_pipeline.ledger.files import Files
 from batch_pipeline.ledger.gauges import Reader
 from batch_pipeline.ledger.notices import Notices
 from batch_pipeline.ledger.quotas import Quotas
