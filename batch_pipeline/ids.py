@@ -31,6 +31,36 @@ def batch_id_from(creation_key: str) -> str:
     return f"batch_{hashlib.sha256(creation_key.encode()).hexdigest()[:32]}"
 
 
+def new_file_id() -> str:
+    """Return a random id of an uploaded file, `file-` and 32 hexadecimal digits."""
+    return f"file-{secrets.token_hex(16)}"
+
+
+def input_file_id(batch_id: str) -> str:
+    """Return the file id of the input of a batch that was not made from a file."""
+    return f"file-{batch_id.removeprefix('batch_')}-input"
+
+
+def output_file_id(batch_id: str) -> str:
+    """Return the file id of a batch's output."""
+    return f"file-{batch_id.removeprefix('batch_')}-output"
+
+
+def error_file_id(batch_id: str) -> str:
+    """Return the file id of a batch's error file."""
+    return f"file-{batch_id.removeprefix('batch_')}-errors"
+
+
+def new_upload_id() -> str:
+    """Return a random id of an upload in parts."""
+    return f"upload_{secrets.token_hex(16)}"
+
+
+def new_part_id() -> str:
+    """Return a random id of a part of an upload."""
+    return f"part_{secrets.token_hex(16)}"
+
+
 def new_worker_id(model: str) -> str:
     """Return a random worker id that starts with the model's name, for people who read logs."""
     return f"worker-{model}-{secrets.token_hex(4)}"

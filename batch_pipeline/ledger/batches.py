@@ -14,7 +14,7 @@ import msgspec
 import sqlalchemy as sa
 
 from batch_pipeline.errors import NotAllowedInState, NotFound, ProofFailed
-from batch_pipeline.ledger import events, quotas, records, rows, tallies
+from batch_pipeline.ledger import events, files, quotas, records, rows, tallies
 from batch_pipeline.ledger.database import Database, Transaction
 from batch_pipeline.ledger.records import Batch, BatchStatus, ChunkState, Lane, OnInvalid
 from batch_pipeline.ledger.schema import batches, chunks, is_open, is_undecided, is_unshown, lanes
@@ -70,6 +70,8 @@ class Batches:
             created = tx.connection.execute(insert.on_conflict_do_nothing().returning(batches.c.batch_id)).one_or_none()
             if created is not None:
                 events.record(tx, new.batch_id, "created", actor, detail=f"{new.door} {new.name}")
+                if new.input_file_id is None:
+                    files.insert_input(tx, new)
             return rows.batch(tx.connection.execute(made_by_key).one())
 
     def record_intake(
@@ -217,7 +219,7 @@ class Batches:
     def finish(
         self,
         batch_id: str,
-        files: records.FinalFiles,
+        final: records.FinalFiles,
         *,
         charges: Sequence[Charge] = (),
         run_id: str | None = None,
@@ -233,9 +235,9 @@ class Batches:
             if batch is None:
                 raise NotFound(f"no batch {batch_id}")
             if not BatchStatus(batch.status).is_final:
-                _finish(tx, batch, files, run_id, actor)
+                _finish(tx, batch, final, run_id, actor)
                 charge(tx, batch_id, charges)
-                tallies.count(tx, _ended(batch, files))
+                tallies.count(tx, _ended(batch, final))
             return _get(tx, batch_id)
 
     def get(self, batch_id: str, *, customer: str | None = None) -> Batch:
@@ -259,6 +261,22 @@ class Batches:
         with self._database.read() as tx:
             row = tx.connection.execute(query).one_or_none()
         return None if row is None else rows.batch(row)
+
+    def page(self, customer: str, *, after: str | None, limit: int) -> list[Batch]:
+        """Return at most `limit` of a customer's batches, newest first, those behind the batch `after`.
+
+        Raises NotFound for `after`.
+        """
+        order = (batches.c.created_at, batches.c.batch_id)
+        query = rows.BATCH.where(batches.c.customer == customer).order_by(*(column.desc() for column in order))
+        with self._database.read() as tx:
+            if after is not None:
+                last = _get(tx, after)
+                if last.customer != customer:
+                    raise NotFound(f"no batch {after}")
+                behind = sa.tuple_(sa.literal(last.created_at), sa.literal(last.batch_id))
+                query = query.where(sa.tuple_(*order) < behind)
+            return [rows.batch(row) for row in tx.connection.execute(query.limit(limit))]
 
     def recent(
         self,
@@ -407,26 +425,22 @@ def _insert_chunks(tx: Transaction, batch: Any, new: list[records.NewChunk], sta
         join_queue(tx, batch.customer, model, floor)
 
 
-def _finish(tx: Transaction, batch: Any, files: records.FinalFiles, run_id: str | None, actor: str) -> None:
+def _finish(tx: Transaction, batch: Any, final: records.FinalFiles, run_id: str | None, actor: str) -> None:
     mergeable = batch.status == BatchStatus.FINALIZING or (
         batch.status == BatchStatus.VALIDATING and batch.outcome == BatchStatus.FAILED
     )
     if not mergeable:
         raise NotAllowedInState(f"batch {batch.batch_id} is {batch.status}: some of its chunks have not stopped yet")
-    counted = files.completed + files.failed + files.expired + files.cancelled + batch.invalid
+    counted = final.completed + final.failed + final.expired + final.cancelled + batch.invalid
     if counted != batch.total:
         raise ProofFailed([f"the files of {batch.batch_id} account for {counted} requests of {batch.total}"])
-    update_batch(
-        tx,
-        batch.batch_id,
-        status=batch.outcome,
-        ended_at=tx.now,
-        merge_run_id=run_id,
-        **msgspec.structs.asdict(files),
-    )
+    counts = msgspec.structs.asdict(final)
+    del counts["output_bytes"], counts["error_bytes"]
+    update_batch(tx, batch.batch_id, status=batch.outcome, ended_at=tx.now, merge_run_id=run_id, **counts)
+    files.insert_results(tx, batch, final)
     detail = (
-        f"{files.completed} completed, {files.failed} failed, {files.expired} expired, "
-        f"{files.cancelled} cancelled, {batch.invalid} invalid"
+        f"{final.completed} completed, {final.failed} failed, {final.expired} expired, "
+        f"{final.cancelled} cancelled, {batch.invalid} invalid"
     )
     events.record(tx, batch.batch_id, batch.outcome, actor, run_id=run_id, detail=detail)
     queue_deliveries(tx, batch.batch_id, batch.customer, batch.outcome)

@@ -9,11 +9,13 @@ from batch_pipeline.ledger.chunks import Chunks
 from batch_pipeline.ledger.customers import Customers
 from batch_pipeline.ledger.database import Clock, Database
 from batch_pipeline.ledger.events import Events
+from batch_pipeline.ledger.files import Files
 from batch_pipeline.ledger.gauges import Reader
 from batch_pipeline.ledger.notices import Notices
 from batch_pipeline.ledger.quotas import Quotas
 from batch_pipeline.ledger.retention import Retention
 from batch_pipeline.ledger.schema import batches, is_open, lanes
+from batch_pipeline.ledger.uploads import Uploads
 from batch_pipeline.ledger.usage import Usage
 from batch_pipeline.ledger.webhooks import Webhooks
 from batch_pipeline.ledger.workers import Workers
@@ -33,6 +35,8 @@ class Ledger:
         self.workers = Workers(database, lease_seconds)
         self.events = Events(database)
         self.notices = Notices(database)
+        self.files = Files(database)
+        self.uploads = Uploads(database)
         self.retention = Retention(database)
         self.usage = Usage(database)
         self.webhooks = Webhooks(database)

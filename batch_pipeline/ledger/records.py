@@ -127,6 +127,12 @@ class NewBatch(msgspec.Struct, frozen=True, kw_only=True):
     input_bytes: int
     input_etag: str
     metadata: dict[str, str] = {}
+    input_file_id: str | None = None
+    """The file of the API that it was made from, if it was."""
+    window_asked: str | None = None
+    """The window in the customer's words, where the API gives it back as it was asked for."""
+    output_expires_seconds: int | None = None
+    """After its end: how long the API gives out its files, where its customer has chosen that."""
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
@@ -193,6 +199,12 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     files_removed_at: float | None = None
     """From then on its files are not given out any more, and may be gone."""
     stored: Stored = Stored.ALL
+    input_file_id: str | None = None
+    """The file of the API that it was made from, if it was."""
+    window_asked: str | None = None
+    """The window in the customer's words, where the API gives it back as it was asked for."""
+    output_expires_seconds: int | None = None
+    """After its end: how long the API gives out its files, where its customer has chosen that."""
 
 
 class NewChunk(msgspec.Struct, frozen=True, kw_only=True):
@@ -398,3 +410,6 @@ class FinalFiles(msgspec.Struct, frozen=True, kw_only=True):
     input_tokens: int
     cached_tokens: int
     output_tokens: int
+    output_bytes: int = 0
+    error_bytes: int = 0
+    """Sizes of the two files."""

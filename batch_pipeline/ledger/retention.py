@@ -19,6 +19,7 @@ from batch_pipeline.errors import NotAllowedInState, NotFound, ProofFailed
 from batch_pipeline.ledger import rows
 from batch_pipeline.ledger.database import Database, Transaction
 from batch_pipeline.ledger.events import record
+from batch_pipeline.ledger.files import remove_of_batch
 from batch_pipeline.ledger.records import Batch, BatchStatus, Chunk, ChunkState, Stored
 from batch_pipeline.ledger.schema import (
     batches,
@@ -112,6 +113,7 @@ class Retention:
                 removed = batch.work_removed_at or tx.now
                 # Nobody shows its end any more: there is nothing to copy to the outbox.
                 update_batch(tx, batch_id, files_removed_at=tx.now, work_removed_at=removed, published="final")
+                remove_of_batch(tx, batch_id)
 
     def end_file_removal(self, batch_id: str) -> None:
         """stored: all | files -> nothing, once the last object is deleted; its events leave, and what else is there."""

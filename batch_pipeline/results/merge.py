@@ -100,6 +100,8 @@ def merge(
         failed=counted.counts.failed,
         expired=counted.counts.expired,
         cancelled=counted.counts.cancelled,
+        output_bytes=0 if counted.output is None else counted.output.bytes,
+        error_bytes=0 if counted.errors is None else counted.errors.bytes,
         **msgspec.structs.asdict(counted.usage),
     )
     return _final_files(ledger.batches.finish(batch_id, files, charges=charges, run_id=run_id))

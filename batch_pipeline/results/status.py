@@ -173,7 +173,7 @@ def batch_object(
         model=batch.models[0] if len(batch.models) == 1 else None,
         errors=ErrorList(data=batch.errors) if batch.errors else None,
         input_file_id=batch.input_key,
-        completion_window=_window(batch.window_seconds),
+        completion_window=batch.window_asked or _window(batch.window_seconds),
         status=batch.status,
         output_file_id=batch.output_key if kept else None,
         error_file_id=batch.error_key if kept else None,

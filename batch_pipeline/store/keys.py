@@ -11,6 +11,8 @@
     batches/BATCH/final/{output.jsonl, errors.jsonl, manifest.json}
     batches/BATCH/rebuild/NONCE/...                          final files made again, until they are proved the same
     reports/usage/DAY/...                                    what customers are charged for, and a report.json
+    files/CUSTOMER/FILE                                      uploaded by the API
+    uploads/CUSTOMER/UPLOAD/PART                             parts of an upload that is not complete yet
     doctor/NONCE                                             written and removed again by `doctor`
 
 Numbers have a fixed width, because stores disagree on the order of a listing (SeaweedFS lists in tree order).
@@ -25,6 +27,8 @@ INBOX = "inbox/"
 OUTBOX = "outbox/"
 BATCHES = "batches/"
 REJECTED = "rejected/"
+FILES = "files/"
+UPLOADS = "uploads/"
 REPORTS = "reports/"
 
 
@@ -106,6 +110,21 @@ def final(batch_id: str, file: str) -> str:
 def usage_report(day: date, file: str) -> str:
     """Return the key of a file of a day's usage report."""
     return f"{REPORTS}usage/{day.isoformat()}/{file}"
+
+
+def uploaded_file(customer: str, file_id: str) -> str:
+    """Return the key of a file that was uploaded by the API."""
+    return f"{FILES}{customer}/{file_id}"
+
+
+def upload(customer: str, upload_id: str) -> str:
+    """Return the prefix under which the parts of an upload lie."""
+    return f"{UPLOADS}{customer}/{upload_id}/"
+
+
+def upload_part(customer: str, upload_id: str, part_id: str) -> str:
+    """Return the key of a part of an upload."""
+    return f"{upload(customer, upload_id)}{part_id}"
 
 
 def probe(nonce: str) -> str:
