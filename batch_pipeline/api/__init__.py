@@ -4,6 +4,9 @@ app          the application: its routes, what each request passes through
 services     what the routes share: ledger, store, settings, the rate of each key
 auth         whose request it is
 problems     errors as each SDK expects them
+receiving    files on their way in, in bounded memory
+openai_...   /v1/files, /v1/uploads, /v1/batches
+beyond       results while a batch runs; retry
 requests     each request's id, and bounds of what it may send
 serving      `batch-pipeline serve`
 

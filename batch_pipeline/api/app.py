@@ -12,7 +12,7 @@ from anyio import to_thread
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from batch_pipeline.api import health, metrics, openai_batches, openai_files, openai_uploads, problems
+from batch_pipeline.api import beyond, health, metrics, openai_batches, openai_files, openai_uploads, problems
 from batch_pipeline.api.rates import Rates
 from batch_pipeline.api.requests import Requests
 from batch_pipeline.api.services import Services
@@ -25,13 +25,17 @@ _DESCRIPTION = """\
 Batches of LLM requests, for the `openai` and `anthropic` SDKs and for programs of your own. Every route but the health
 routes asks for a key: `Authorization: Bearer KEY` or `x-api-key: KEY`.
 """
-ROUTERS = (health.router, openai_files.router, openai_uploads.router, openai_batches.router)
+ROUTERS = (health.router, openai_files.router, openai_uploads.router, openai_batches.router, beyond.router)
 
 
 def create_app(ledger: Ledger, store: ObjectStore, settings: Settings) -> FastAPI:
     """Return the service on an open ledger and store, which the caller closes after it."""
     app = FastAPI(
-        title="Batch Pipeline", version=version("batch-pipeline"), description=_DESCRIPTION, lifespan=_lifespan
+        redirect_slashes=False,
+        title="Batch Pipeline",
+        version=version("batch-pipeline"),
+        description=_DESCRIPTION,
+        lifespan=_lifespan,
     )
     app.state.services = Services(
         ledger=ledger,

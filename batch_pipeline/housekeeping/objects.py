@@ -24,7 +24,7 @@ from batch_pipeline.store import ObjectInfo, ObjectStore, keys
 _PAGE = 500
 _MOST_AWAITED = 5000
 """Files in the inbox; where there are more, the orphans wait."""
-_OUR_UPLOADS = (keys.BATCHES, keys.OUTBOX)
+_OUR_UPLOADS = (keys.BATCHES, keys.OUTBOX, keys.FILES, keys.UPLOADS)
 """Where we write. Uploads in the inbox are the customers'."""
 
 

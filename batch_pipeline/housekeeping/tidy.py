@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from batch_pipeline.errors import ProofFailed, StoreError
-from batch_pipeline.housekeeping import objects
+from batch_pipeline.housekeeping import api_files, objects
 from batch_pipeline.housekeeping.archive import archive
 from batch_pipeline.housekeeping.policy import Removal, Step, cutoffs
 from batch_pipeline.intake import spool
@@ -55,7 +55,7 @@ def tidy(
     compared with the ages of objects, in UTC seconds. Raises SQLAlchemy's OperationalError where the ledger is away.
     """
     run = _Run(ledger, store, settings, dry_run=dry_run, now=clock(), chance=chance or random.SystemRandom())
-    for step in (run.archive, run.remove_files, run.remove_work, run.remove_others):
+    for step in (run.archive, run.remove_files, run.remove_work, run.remove_others, run.remove_api_files):
         try:
             step()
         except _StoreAway:
@@ -153,6 +153,25 @@ class _Run:
             objects.remove_rejected(self._store, written_before=files_before, limit=self._limit, dry_run=self._dry_run)
         )
         self._forget_workers()
+
+    def remove_api_files(self) -> None:
+        """Delete what the API has received and nobody may have any more."""
+        now = self._ledger.now()
+        orphaned = self._retention.orphans_hours * 3600
+        ledger, store, limit, dry_run = self._ledger, self._store, self._limit, self._dry_run
+        self._collect(
+            api_files.remove_expired(ledger=ledger, store=store, expired_before=now, limit=limit, dry_run=dry_run)
+        )
+        self._collect(
+            api_files.remove_uploads(
+                ledger=ledger, store=store, over_before=now - orphaned, limit=limit, dry_run=dry_run
+            )
+        )
+        self._collect(
+            api_files.remove_unowned(
+                ledger=ledger, store=store, written_before=self._now - orphaned, limit=limit, dry_run=dry_run
+            )
+        )
 
     def _forget_workers(self) -> None:
         retention = self._ledger.retention
