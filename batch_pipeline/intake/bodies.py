@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Raw
 
-from batch_pipeline.models import INLINE_MEDIA
+from batch_pipeline.models import INLINE_MEDIA, MESSAGES
 
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
@@ -202,12 +202,100 @@ class EmbeddingBody(msgspec.Struct, frozen=True, gc=False, kw_only=True, forbid_
     chat_template: Raw = NOTHING
 
 
-Body = ChatBody | CompletionBody | EmbeddingBody
+class Source(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
+    """Where the image of a block is."""
 
-BODIES: dict[str, type[ChatBody] | type[CompletionBody] | type[EmbeddingBody]] = {
+    type: Literal["base64", "url"]
+    media_type: str = ""
+    data: str = ""
+    url: str = ""
+
+
+class Block(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A block of Anthropic's content. Those that name documents, searches or code to run are not served by vLLM."""
+
+    type: Literal["text", "image", "tool_use", "tool_result", "thinking", "redacted_thinking"]
+    text: str = ""
+    source: Source | None = None
+    id: str | None = None
+    tool_use_id: str | None = None
+    name: str | None = None
+    input: Raw = NOTHING
+    content: str | list[Block] | None = None
+    is_error: bool | None = None
+    thinking: str = ""
+    signature: str = ""
+    data: str = ""
+    cache_control: Raw = NOTHING
+    citations: Raw = NOTHING
+
+    def all_text(self) -> str:
+        """Return all text in it."""
+        if self.content is None:
+            return self.text or self.thinking
+        return self.content if isinstance(self.content, str) else "\n".join(block.all_text() for block in self.content)
+
+    def media(self) -> list[str]:
+        """Return what the engine would fetch or unpack, whatever the block's type is."""
+        inner = self.content if isinstance(self.content, list) else []
+        found = [url for block in inner for url in block.media()]
+        if self.source is not None:
+            found.append(self.source.url if self.source.type == "url" else INLINE_MEDIA)
+        return found
+
+
+class Turn(msgspec.Struct, frozen=True):
+    """A message of Anthropic's conversations."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | list[Block]
+
+    def text(self) -> str:
+        """Return its content as the string that a chat template gets."""
+        return self.content if isinstance(self.content, str) else "\n".join(b.all_text() for b in self.content)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is text and nothing else."""
+        return isinstance(self.content, str) or all(block.type == "text" for block in self.content)
+
+
+class MessagesBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of Anthropic's /v1/messages: the `params` of a request in a message batch."""
+
+    model: str
+    messages: Annotated[list[Turn], Meta(min_length=1)]
+    max_tokens: Count
+    system: str | list[Block] | None = None
+    stream: bool | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    stop_sequences: Words | None = None
+    metadata: Raw = NOTHING
+    thinking: Raw = NOTHING
+    output_config: Raw = NOTHING
+    tools: Raw = NOTHING
+    tool_choice: Raw = NOTHING
+    chat_template_kwargs: Raw = NOTHING
+    watermarking: Raw = NOTHING
+    # Refused, see `fields`.
+    vllm_xargs: Raw = NOTHING
+
+    def system_text(self) -> str:
+        """Return what stands before the conversation, as vLLM puts it together."""
+        if isinstance(self.system, list):
+            return "".join(block.text for block in self.system)
+        return self.system or ""
+
+
+Body = ChatBody | CompletionBody | EmbeddingBody | MessagesBody
+
+BODIES: dict[str, type[ChatBody] | type[CompletionBody] | type[EmbeddingBody] | type[MessagesBody]] = {
     "/v1/chat/completions": ChatBody,
     "/v1/completions": CompletionBody,
     "/v1/embeddings": EmbeddingBody,
+    MESSAGES: MessagesBody,
 }
 
 FORWARDED = {endpoint: frozenset(body.__struct_fields__) for endpoint, body in BODIES.items()}
@@ -235,6 +323,8 @@ RULES = {
     "top_logprobs": "a whole number from 0 to 20",
     "seed": "a whole number of 64 bits",
     "stop": "a text or a list of at most 256 texts",
+    "stop_sequences": "a list of at most 256 texts",
+    "system": "a text or a list of text blocks",
     "stop_token_ids": "a list of at most 1024 token ids",
     "bad_words": "a list of at most 256 texts",
     "allowed_token_ids": "a list of token ids",
@@ -259,7 +349,7 @@ def output_tokens(body: Body) -> int | None:
     """Return the most tokens that one answer may have, or None where the body does not say."""
     if isinstance(body, ChatBody):
         return body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    return body.max_tokens if isinstance(body, CompletionBody) else 0
+    return 0 if isinstance(body, EmbeddingBody) else body.max_tokens
 
 
 def prompts(body: CompletionBody | EmbeddingBody) -> list[str | list[int]] | None:

@@ -21,6 +21,7 @@ from batch_pipeline.intake.bodies import (
     ChatBody,
     CompletionBody,
     EmbeddingBody,
+    MessagesBody,
     is_given,
     prompts,
 )
@@ -64,8 +65,9 @@ def problem_of(body: Body, model: Model) -> str | None:
     max_choices = model.max_choices
     if body.stream:
         return "body.stream must be false or absent: a batch has no streams"
-    if isinstance(body, EmbeddingBody):
-        return _embedding_problem(body)
+    if isinstance(body, EmbeddingBody | MessagesBody):
+        is_messages = isinstance(body, MessagesBody)
+        return _messages_problem(body, model.allowed_media_hosts) if is_messages else _embedding_problem(body)
     if (body.n is not None and body.n > max_choices) or (body.best_of is not None and body.best_of > max_choices):
         field = "n" if body.n is not None and body.n > max_choices else "best_of"
         return f"body.{field} must be at most {max_choices} for this model; ask again in further lines for more answers"
@@ -141,6 +143,31 @@ def _chat_problem(body: ChatBody, media_hosts: Sequence[str]) -> str | None:
     if body.tool_choice is not NOTHING and bytes(body.tool_choice) not in (b"null", b'"none"', b'"auto"'):
         return grammars.problem_of("tools", bytes(body.tools))
     return None
+
+
+def _messages_problem(body: MessagesBody, media_hosts: Sequence[str]) -> str | None:
+    problem = _refused_field(body, ("vllm_xargs",))
+    if problem is not None:
+        return problem
+    if isinstance(body.system, list) and any(block.type != "text" for block in body.system):
+        return f"body.system must be {RULES['system']}"
+    for number, turn in enumerate(body.messages):
+        for block in turn.content if isinstance(turn.content, list) else ():
+            for url in block.media():
+                if (problem := media.problem_of(url, media_hosts)) is not None:
+                    return f"body.messages[{number}].content must be a text or a list of text blocks: {problem}"
+    for field in ("output_config", "thinking", "tool_choice", "metadata"):
+        if is_given(raw := getattr(body, field)) and (problem := grammars.problem_of(field, bytes(raw))) is not None:
+            return problem
+    if is_given(body.tools) and _compiles_tools(body):
+        problem = grammars.problem_of("tools", bytes(body.tools))
+    return problem or _variables_problem(body.chat_template_kwargs)
+
+
+def _compiles_tools(body: MessagesBody) -> bool:
+    """Return whether an engine may make a grammar of the tools: a call is demanded, or one of them is strict."""
+    tools = bytes(body.tools)
+    return is_given(body.tool_choice) or b"strict" in tools or b"\\u" in tools
 
 
 def _variables_problem(raw: Raw) -> str | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from batch_pipeline.intake.bodies import Body, ChatBody, EmbeddingBody, output_tokens
+from batch_pipeline.intake.bodies import Body, ChatBody, EmbeddingBody, MessagesBody, output_tokens
 from batch_pipeline.intake.tokens import TokenCounter
 from batch_pipeline.models import Model
 
@@ -41,10 +41,11 @@ def fit(body: Body, raw: bytes, texts: list[Prompt], model: Model, counter: Toke
     if room < 1:
         context = f"the context of {body.model} is {model.context_length} tokens, prompt and answer together"
         return Fit(0, 0, f"{_field(body)} is {asked}, and {context}; ask for fewer")
-    is_chat = body.__class__ is ChatBody
+    is_chat = isinstance(body, ChatBody | MessagesBody)
     messages = len(texts) if is_chat else 0
     counted = None
-    if counter.at_most(raw, messages) > room and body.truncate_prompt_tokens is None:
+    is_cut = not isinstance(body, MessagesBody) and body.truncate_prompt_tokens is not None
+    if counter.at_most(raw, messages) > room and not is_cut:
         counted = _longest(body, texts, counter, room)
         if counted is not None and counted > room:
             return Fit(0, 0, _too_long(body, model, counted, asked))
@@ -60,7 +61,8 @@ def fit(body: Body, raw: bytes, texts: list[Prompt], model: Model, counter: Toke
     answer = min(model.default_output_tokens, room) if asked is None else asked
     if isinstance(body, EmbeddingBody):
         return Fit(max(1, min(counted, _MOST)), 0)
-    answers = answer if is_chat and body.n is None else answer * (body.n or 1) * (1 if is_chat else len(texts))
+    choices = 1 if isinstance(body, MessagesBody) else body.n or 1
+    answers = answer * choices * (1 if is_chat else len(texts))
     return Fit(counted or 1, answers if answers < _MOST else _MOST)
 
 
@@ -68,14 +70,15 @@ def _longest(body: Body, texts: list[Prompt], counter: TokenCounter, room: int) 
     """Return the tokens of the body's longest prompt, or some number above `room`, or None where only the engine
     knows.
     """
-    if isinstance(body, ChatBody):
+    if isinstance(body, ChatBody | MessagesBody):
         least = counter.at_least(sum(map(len, texts)))
         if least > room:
             return least
         prompt = counter.prompt_of(body)
         if prompt is None or not counter.is_exact:
             return None
-        return counter.count(prompt, special_tokens=bool(body.add_special_tokens), limit=room)
+        special_tokens = isinstance(body, ChatBody) and bool(body.add_special_tokens)
+        return counter.count(prompt, special_tokens=special_tokens, limit=room)
     longest = 0
     for text in texts:
         if isinstance(text, list):

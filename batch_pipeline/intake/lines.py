@@ -25,6 +25,7 @@ from batch_pipeline.intake.bodies import (
     NOTHING,
     Body,
     ChatBody,
+    MessagesBody,
     prompts,
 )
 from batch_pipeline.intake.fields import problem_of
@@ -291,6 +292,9 @@ def _texts(body: Body) -> list[Prompt]:
     """Return the contents of a conversation's messages, or the prompts of another body."""
     if isinstance(body, ChatBody):
         return [m.content if m.content.__class__ is str else m.text() for m in body.messages]
+    if isinstance(body, MessagesBody):
+        system = body.system_text()
+        return [*([system] if system else []), *(turn.text() for turn in body.messages)]
     return prompts(body) or []
 
 
@@ -300,10 +304,11 @@ def _first_rendered(body: Body, texts: list[Prompt]) -> bytes:
     first = texts[0]
     if isinstance(first, list):
         return " ".join(map(str, first[:room])).encode()[:room]
-    if len(texts) > 1 and len(first) < room and isinstance(body, ChatBody):
+    is_chat = isinstance(body, ChatBody | MessagesBody)
+    if len(texts) > 1 and len(first) < room and is_chat:
         first = "\0".join([text for text in texts[:room] if isinstance(text, str)])
     beginning = first[:room].encode()[:room]
-    if isinstance(body, ChatBody) and body.tools is not NOTHING:
+    if isinstance(body, ChatBody | MessagesBody) and body.tools is not NOTHING:
         return (bytes(body.tools)[:room] + b"\0" + beginning)[:room]
     return beginning
 

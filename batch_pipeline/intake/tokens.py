@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from batch_pipeline.intake.bodies import ChatBody, is_given
+from batch_pipeline.intake.bodies import ChatBody, MessagesBody, is_given
 from batch_pipeline.intake.templates import ChatTemplate, TemplateFailed
 
 if TYPE_CHECKING:
@@ -31,6 +31,8 @@ _SLICE_CHARACTERS = 128 * 1024
 _SEAM_TOKENS = 64
 """More tokens than cutting a text in two can add at the seam."""
 _UNKNOWN_TEMPLATE = (4096, 512)
+_DROPPED = "x-anthropic-billing-header"
+"""vLLM leaves out system blocks that begin with it."""
 _ENGINES_BUSINESS = ("tools", "documents", "chat_template", "chat_template_kwargs")
 
 
@@ -101,8 +103,10 @@ class TokenCounter:
                     return surely
         return len(self._tokenizer.encode(text, add_special_tokens=special_tokens))
 
-    def prompt_of(self, body: ChatBody) -> str | None:
+    def prompt_of(self, body: ChatBody | MessagesBody) -> str | None:
         """Return the text that the engine makes of a conversation, or None where only the engine can tell."""
+        if isinstance(body, MessagesBody):
+            return self._prompt_of_messages(body)
         if self._template is None or body.continue_final_message:
             return None
         if any(is_given(getattr(body, field)) for field in _ENGINES_BUSINESS):
@@ -110,8 +114,27 @@ class TokenCounter:
         if any(is_given(message.tool_calls) or message.media() for message in body.messages):
             return None
         messages = [{"role": message.role, "content": message.text()} for message in body.messages]
+        return self._rendered(messages, add_generation_prompt=body.add_generation_prompt is not False)
+
+    def _prompt_of_messages(self, body: MessagesBody) -> str | None:
+        """As `prompt_of`: vLLM makes a conversation of it in which the system prompt is the first message."""
+        if any(
+            is_given(getattr(body, field)) for field in ("tools", "thinking", "output_config", "chat_template_kwargs")
+        ):
+            return None
+        system = body.system_text()
+        if _DROPPED in system or any(turn.role == "system" or not turn.is_plain for turn in body.messages):
+            return None
+        messages = [{"role": turn.role, "content": turn.text()} for turn in body.messages]
+        if system:
+            messages.insert(0, {"role": "system", "content": system})
+        return self._rendered(messages, add_generation_prompt=True)
+
+    def _rendered(self, messages: list[dict[str, str]], *, add_generation_prompt: bool) -> str | None:
+        if self._template is None:
+            return None
         try:
-            return self._template.render(messages, add_generation_prompt=body.add_generation_prompt is not False)
+            return self._template.render(messages, add_generation_prompt=add_generation_prompt)
         except TemplateFailed:
             return None
 

@@ -26,6 +26,11 @@ class ReportedUsage(msgspec.Struct, gc=False):
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     prompt_tokens_details: Details | None = None
+    # As Anthropic's messages have it: the parts of the prompt that a cache had, or was given, are not in the first.
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+    cache_read_input_tokens: int | None = None
+    cache_creation_input_tokens: int | None = None
 
 
 class AnswerBody(msgspec.Struct, gc=False):
@@ -49,6 +54,10 @@ def tokens_of(usage: ReportedUsage | None) -> Tokens:
     """Return the tokens that count."""
     if usage is None:
         return NO_TOKENS
+    if usage.prompt_tokens is None and usage.input_tokens is not None:
+        read, made = _counted(usage.cache_read_input_tokens), _counted(usage.cache_creation_input_tokens)
+        whole = _counted(_counted(usage.input_tokens) + read + made)
+        return Tokens(whole, min(read, whole), _counted(usage.output_tokens))
     details = usage.prompt_tokens_details
     given = _counted(usage.prompt_tokens)
     cached = _counted(None if details is None else details.cached_tokens)

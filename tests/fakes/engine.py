@@ -42,7 +42,8 @@ _EMPTY_IN_MESSAGES = ("refusal", "annotations", "audio", "function_call", "reaso
 STARVED_SECONDS = 10.0
 """After so long without new requests, an engine that wants more of them has been starved."""
 _DIRECTIVE = re.compile(r"\[\[([a-z0-9]+)(?::([0-9.]+))?\]\]")
-_ENDPOINTS = {"/v1/chat/completions": "chatcmpl", "/v1/completions": "cmpl"}
+_MESSAGES = "/v1/messages"
+_ENDPOINTS = {"/v1/chat/completions": "chatcmpl", "/v1/completions": "cmpl", _MESSAGES: "chatcmpl"}
 
 
 class Control(msgspec.Struct, forbid_unknown_fields=True):
@@ -173,10 +174,11 @@ class FakeEngine:
             elif word == "reset" and request.transport is not None:
                 request.transport.abort()
             elif word.isdigit():
-                return _error(int(word), f"asked for by the prompt: {word}")
+                return _error(int(word), f"asked for by the prompt: {word}", path=path)
         if self._delay_seconds:
             await asyncio.sleep(self._delay_seconds * (1 + self._spread * _share(prompt)))
-        return _completion(path, body, prompt, self._model)
+        make = _message if path == _MESSAGES else _completion
+        return make(path, body, prompt, self._model)
 
     def _refusal(self) -> web.StreamResponse | None:
         control = self._control
@@ -211,12 +213,19 @@ def _problem(path: str, body: Any, model: str) -> web.Response | None:
         return _error(400, "Input should be a valid dictionary")
     wanted = body.get("max_tokens", body.get("max_completion_tokens", 16))
     temperature = body.get("temperature", 1.0)
-    if path == "/v1/chat/completions" and not isinstance(body.get("messages"), list):
+    if path in ("/v1/chat/completions", _MESSAGES) and not isinstance(body.get("messages"), list):
         return _error(400, "messages: Field required")
-    if path == "/v1/completions" and "prompt" not in body:
-        return _error(400, "Either prompt or prompt_embeds must be provided and non-empty.")
+    missing = {
+        "Either prompt or prompt_embeds must be provided and non-empty.": path == "/v1/completions"
+        and "prompt" not in body,
+        "max_tokens: Field required, and positive": path == _MESSAGES
+        and not (isinstance(body.get("max_tokens"), int) and body["max_tokens"] > 0),
+    }
+    if any(missing.values()):
+        return _error(400, next(message for message, is_so in missing.items() if is_so))
     if body.get("model", model) != model:
-        return _error(404, f"The model `{body['model']}` does not exist.", kind="NotFoundError", param="model")
+        said = f"The model `{body['model']}` does not exist."
+        return _error(404, said, kind="NotFoundError", param="model", path=path)
     problems = {
         f"temperature must be non-negative, got {temperature}.": not isinstance(temperature, int | float)
         or temperature < 0,
@@ -225,7 +234,7 @@ def _problem(path: str, body: Any, model: str) -> web.Response | None:
         and wanted + len(_prompt(path, body).split()) > CONTEXT,
     }
     found = [message for message, is_so in problems.items() if is_so]
-    return _error(400, found[0]) if found else None
+    return _error(400, found[0], path=path) if found else None
 
 
 def _completion(path: str, body: dict[str, Any], prompt: str, model: str) -> web.Response:
@@ -263,11 +272,38 @@ def _completion(path: str, body: dict[str, Any], prompt: str, model: str) -> web
     return _json({**answer, "choices": choices})
 
 
+def _message(path: str, body: dict[str, Any], prompt: str, model: str) -> web.Response:
+    """Return the answer of Anthropic's endpoint: fields without a value are left out."""
+    digest = hashlib.sha256(prompt.encode()).hexdigest()
+    given = len(prompt.split()) + 4
+    return _json(
+        {
+            "id": f"{_ENDPOINTS[path]}-{digest[:16]}",
+            "type": "message",
+            "role": "assistant",
+            "content": [{"type": "text", "text": f"The answer is {digest[:12]}."}],
+            "model": model,
+            "stop_reason": "max_tokens" if body["max_tokens"] < 6 else "end_turn",
+            "usage": {
+                "input_tokens": given - given // 2,
+                "output_tokens": 6,
+                "cache_creation_input_tokens": 0,
+                "cache_read_input_tokens": given // 2,
+            },
+        }
+    )
+
+
 def _json(content: Any, status: int = 200) -> web.Response:
     return web.Response(body=msgspec.json.encode(content), status=status, content_type="application/json")
 
 
-def _error(status: int, message: str, kind: str = "BadRequestError", param: str | None = None) -> web.Response:
+def _error(
+    status: int, message: str, kind: str = "BadRequestError", param: str | None = None, path: str = ""
+) -> web.Response:
+    # vLLM answers at /v1/messages as Anthropic does, but for bodies that are none of its requests.
+    if path == _MESSAGES:
+        return _json({"type": "error", "error": {"type": kind, "message": message}}, status)
     return _json({"error": {"message": message, "type": kind, "param": param, "code": status}}, status)
 
 

@@ -24,10 +24,16 @@ from tests.fakes.workers import MODEL, REPOSITORY, attached, lines_of, make_work
 
 # Three starts of the engine: minutes each on a busy machine.
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+CHAT, TEXT, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
 HELLO = {"model": MODEL, "messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 4}
 ONCE = {"model": MODEL, "prompt": "Hello", "max_tokens": 4}
-GOOD = [(CHAT, HELLO), (CHAT, {**HELLO, "n": 2}), (TEXT, ONCE)]
+GOOD = [
+    (CHAT, HELLO),
+    (CHAT, {**HELLO, "n": 2}),
+    (TEXT, ONCE),
+    (MESSAGES, HELLO),
+    (MESSAGES, {**HELLO, "system": "Be brief.", "cache_salt": "salt", "stop_sequences": ["zzz"], "top_k": 3}),
+]
 BAD: list[tuple[str, Any]] = [
     (CHAT, {**HELLO, "model": "another"}),
     (CHAT, {"model": MODEL}),
@@ -38,6 +44,12 @@ BAD: list[tuple[str, Any]] = [
     (CHAT, {**HELLO, "max_tokens": 5000}),
     (TEXT, {"model": MODEL}),
     ("/v1/embeddings", {"model": MODEL, "input": "x"}),
+    (MESSAGES, {**HELLO, "model": "another"}),
+    (MESSAGES, {**HELLO, "messages": "no list"}),
+    (MESSAGES, {"model": MODEL, "messages": HELLO["messages"]}),
+    (MESSAGES, {**HELLO, "max_tokens": 0}),
+    (MESSAGES, {**HELLO, "max_tokens": 5000}),
+    (MESSAGES, {**HELLO, "temperature": -1}),
 ]
 
 

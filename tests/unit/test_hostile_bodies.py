@@ -26,12 +26,14 @@ from batch_pipeline.worker.outcome import salted
 from tests.fakes.small_model import NAME, small_settings, write_model
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
+MESSAGES = "/v1/messages"
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "security.md"
 USER = {"role": "user", "content": "hi"}
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"model": NAME, "messages": [USER]},
     COMPLETIONS: {"model": NAME, "prompt": "hi"},
     EMBEDDINGS: {"model": "embedder", "input": "hi"},
+    MESSAGES: {"model": NAME, "messages": [USER], "max_tokens": 5},
 }
 
 
@@ -79,7 +81,7 @@ def sent(body: dict[str, Any], settings: Settings, endpoint: str = CHAT) -> dict
 
 def documented(endpoint: str) -> dict[str, str]:
     """What docs/security.md says of each field: passed, taken out, refused."""
-    column = {CHAT: 1, COMPLETIONS: 2, EMBEDDINGS: 3}[endpoint]
+    column = {CHAT: 1, COMPLETIONS: 2, EMBEDDINGS: 3, MESSAGES: 4}[endpoint]
     fields = {}
     for row in re.findall(r"^\| (`.*) \|$", DOCUMENT.read_text(encoding="utf-8"), re.MULTILINE):
         cells = [cell.strip() for cell in row.split("|")]
@@ -89,12 +91,13 @@ def documented(endpoint: str) -> dict[str, str]:
     return fields
 
 
-@pytest.mark.parametrize("endpoint", [CHAT, COMPLETIONS, EMBEDDINGS])
+@pytest.mark.parametrize("endpoint", [CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES])
 def test_every_field_of_the_installed_vllm_is_decided_and_documented(endpoint: str) -> None:
     protocol = {
         CHAT: ("vllm.entrypoints.openai.chat_completion.protocol", "ChatCompletionRequest"),
         COMPLETIONS: ("vllm.entrypoints.openai.completion.protocol", "CompletionRequest"),
         EMBEDDINGS: ("vllm.entrypoints.pooling.embed.protocol", "EmbeddingCompletionRequest"),
+        MESSAGES: ("vllm.entrypoints.anthropic.protocol", "AnthropicMessagesRequest"),
     }[endpoint]
     fields = set(getattr(pytest.importorskip(protocol[0]), protocol[1]).model_fields)
     says = documented(endpoint)
@@ -108,10 +111,10 @@ def test_every_field_of_the_installed_vllm_is_decided_and_documented(endpoint: s
     "field",
     [
         *("priority", "request_id", "kv_transfer_params", "ec_transfer_params", "cache_salt", "session_id"),
-        *("stream_options", "mm_payload", "a_field_of_tomorrow", "metadata", "store"),
+        *("stream_options", "mm_payload", "a_field_of_tomorrow", "mcp_servers", "store"),
     ],
 )
-@pytest.mark.parametrize("endpoint", [CHAT, COMPLETIONS, EMBEDDINGS])
+@pytest.mark.parametrize("endpoint", [CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES])
 def test_fields_that_are_not_the_customers_never_reach_an_engine(field: str, endpoint: str, settings: Settings) -> None:
     for value in (-5, "text", {"host": "10.0.0.1"}, [1]):
         assert sent({field: value}, settings, endpoint) == BODIES[endpoint]
