@@ -13,6 +13,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import boto3
@@ -23,6 +24,10 @@ from batch_pipeline import settings as configuration
 from batch_pipeline.embedded.ports import LOOPBACK, free_ports
 from batch_pipeline.embedded.processes import Service
 from batch_pipeline.errors import OperatorError
+from batch_pipeline.store import keys
+
+if TYPE_CHECKING:
+    from mypy_boto3_s3 import S3Client
 
 MEMORY_LIMIT = "256MiB"
 """Without a limit the server grows to 2 GB under load; it is a goal of Go's collector and not a wall."""
@@ -41,7 +46,8 @@ def weed_binary() -> Path:
 def s3_service(store: configuration.Store, data_dir: Path, run_dir: Path, log_dir: Path) -> Service:
     """Return the service that serves `store` (a loopback endpoint with a port and two keys) from `data_dir`.
 
-    It is ready when the keys open the bucket. Raises OperatorError where `store` cannot be served by it.
+    It is ready when the keys open the bucket and an object can be written and read there. Raises OperatorError where
+    `store` cannot be served by it.
     """
     port = urlsplit(store.endpoint_url or "").port
     if port is None:
@@ -127,8 +133,22 @@ def _waits_for(store: configuration.Store) -> str | None:
     )
     try:
         names = {bucket["Name"] for bucket in client.list_buckets()["Buckets"]}
+        if store.bucket not in names:
+            return f"the bucket {store.bucket}"
+        _write_and_read(client, store.bucket)
     except (BotoCoreError, ClientError) as error:
-        return f"list_buckets ({error})"
+        return f"its first answers ({error})"
     finally:
         client.close()
-    return None if store.bucket in names else f"the bucket {store.bucket}"
+    return None
+
+
+def _write_and_read(client: S3Client, bucket: str) -> None:
+    """Use a small object. For a while after a start the server lists its buckets and cannot read what is in them.
+
+    Killed in between, the object is left; the next start writes it again.
+    """
+    key = keys.probe("start")
+    client.put_object(Bucket=bucket, Key=key, Body=b"ready")
+    client.get_object(Bucket=bucket, Key=key)["Body"].read()
+    client.delete_object(Bucket=bucket, Key=key)

@@ -10,6 +10,7 @@ import boto3
 import psutil
 import pytest
 import sqlalchemy as sa
+from botocore.config import Config
 from botocore.exceptions import ClientError
 
 from batch_pipeline import settings as configuration
@@ -18,6 +19,7 @@ from batch_pipeline.embedded.ports import LOOPBACK, free_ports
 from batch_pipeline.embedded.processes import identify, wait_for_end
 from batch_pipeline.errors import OperatorError
 from batch_pipeline.store.objects import ObjectStore
+from tests.chaos.parts import kill
 
 
 def processes_mentioning(folder: Path) -> list[psutil.Process]:
@@ -49,6 +51,26 @@ def test_s3_server_listens_on_loopback_only_and_keeps_data_through_kill(tmp_path
     with seaweedfs.s3_server(tmp_path) as reachable:
         assert ObjectStore.open(reachable).get("kept") == b"through a crash"
     assert processes_mentioning(tmp_path) == []
+
+
+def test_s3_server_that_is_ready_again_after_a_kill_reads_and_writes_at_once(tmp_path: Path) -> None:
+    with seaweedfs.s3_server(tmp_path) as reachable:
+        client = boto3.client(
+            "s3",
+            endpoint_url=reachable.endpoint_url,
+            region_name=reachable.region,
+            aws_access_key_id=reachable.access_key_id,
+            aws_secret_access_key=reachable.secret_access_key,
+            config=Config(retries={"total_max_attempts": 1}),
+        )
+        service = seaweedfs.s3_service(reachable, tmp_path / "data", tmp_path, tmp_path)
+        for number in range(3):
+            client.put_object(Bucket=reachable.bucket, Key=f"key-{number}", Body=b"value")
+            kill(service.family())
+            service.start()
+            service.wait_ready()
+            assert client.get_object(Bucket=reachable.bucket, Key=f"key-{number}")["Body"].read() == b"value"
+        service.stop()
 
 
 def test_s3_server_without_keys_is_not_started(tmp_path: Path) -> None:
