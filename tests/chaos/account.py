@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -14,26 +13,18 @@ from batch_pipeline.ledger import Ledger
 from batch_pipeline.ledger.records import Batch
 from batch_pipeline.results.verify import verify
 from batch_pipeline.store import ObjectMissing, ObjectStore, keys
-from tests.chaos.engine import SPREAD
+from batch_pipeline.wire import chunk_files
 from tests.chaos.files import Dropped
-from tests.chaos.parts import CHECKPOINT_SECONDS, DELAY_SECONDS
 from tests.chaos.plan import Part
-
-_WRITE_SECONDS = 3.0
-"""A checkpoint's encoding, its object and its row, on a busy machine."""
-UNSAVED_SECONDS = DELAY_SECONDS * (1 + SPREAD) + CHECKPOINT_SECONDS + _WRITE_SECONDS
-"""A call that is older than this has been answered and is in a checkpoint, unless store or ledger were away."""
 
 
 class Done(msgspec.Struct, frozen=True):
-    """A kill that was made. Times in monotonic seconds."""
+    """A kill that was made. Times in UTC seconds since the epoch."""
 
     part: Part
     sleeps: bool
     at: float
     back_at: float
-    engines: list[int]
-    """Process ids of the engines whose calls it may have cost."""
 
 
 class Tally(msgspec.Struct, frozen=True):
@@ -56,8 +47,10 @@ class Calls(msgspec.Struct, frozen=True):
     calls: int
     repeated: int
     """Calls beyond the first of their request."""
-    unexplained: list[str]
-    """Repeated calls whose predecessor was not lost by a kill: it had been answered and checkpointed."""
+    needless: list[str]
+    """Calls of requests whose result a checkpoint held when the chunk was leased: there must be none. So a repeated
+    call is always one of a request that was in flight, or not yet checkpointed, when something was killed.
+    """
 
 
 def tally(file: Dropped, batch: Batch, *, ledger: Ledger, store: ObjectStore) -> Tally:
@@ -84,37 +77,34 @@ def total(tallies: Sequence[Tally]) -> Tally:
     return Tally(requests=sum(one.requests for one in tallies), **sums)
 
 
-def count_calls(journal: Path, kills: Sequence[Done]) -> Calls:
-    """Read the engines' journal. A repeated call is explained where the call before it was lost by a kill."""
-    calls = defaultdict(list)
+def count_calls(
+    journal: Path, batches: Sequence[tuple[Dropped, Batch]], *, ledger: Ledger, store: ObjectStore
+) -> Calls:
+    """Hold the engines' journal against the checkpoints that the ledger has. Reads only."""
+    calls: defaultdict[str, list[float]] = defaultdict(list)
     for line in journal.read_text(encoding="utf-8").splitlines():
-        at, engine, label = line.split(" ", 2)
-        calls[label].append((float(at), int(engine)))
-    unexplained = []
-    for label, made in calls.items():
-        for (at, engine), (again_at, _) in itertools.pairwise(made):
-            if not any(_cost(kill, at, engine, again_at, kills) for kill in kills):
-                unexplained.append(f"{label}: called at {at:.1f} by engine {engine} and again at {again_at:.1f}")
+        moment, _, label = line.split(" ", 2)
+        calls[label].append(float(moment))
+    needless = []
+    for file, batch in batches:
+        for label, saved_before in _saved(file, batch, ledger=ledger, store=store):
+            late = [at for at in calls[label] if at > saved_before]
+            needless += [f"{label}: in a checkpoint before {saved_before:.2f}, called at {at:.2f}" for at in late]
     count = sum(map(len, calls.values()))
-    return Calls(count, count - len(calls), unexplained)
+    return Calls(count, count - sum(1 for made in calls.values() if made), needless)
 
 
-def _cost(kill: Done, at: float, engine: int, again_at: float, kills: Sequence[Done]) -> bool:
-    """Whether this kill may have cost a call of this engine at `at`: it was under way then, or in no checkpoint yet."""
-    if engine not in kill.engines or not at <= kill.at <= again_at:
-        return False
-    return kill.at - at <= UNSAVED_SECONDS or any(_kept_unsaved(other, at, kill.at) for other in kills)
-
-
-def _kept_unsaved(outage: Done, at: float, killed_at: float) -> bool:
-    """Whether store or ledger were away in such a way that an answer of a call at `at` was unsaved at `killed_at`.
-
-    The pauses between tries double, so the next try may come as long after an outage as it has lasted, and a quarter.
-    """
-    if outage.part not in (Part.STORE, Part.LEDGER):
-        return False
-    tried_again_at = outage.back_at + 1.25 * (outage.back_at - outage.at) + _WRITE_SECONDS
-    return outage.at <= at + UNSAVED_SECONDS and killed_at <= tried_again_at
+def _saved(file: Dropped, batch: Batch, *, ledger: Ledger, store: ObjectStore) -> Iterator[tuple[str, float]]:
+    """Yield each request that a checkpoint held when its chunk was leased anew, and the time of that lease."""
+    leased = {
+        (event.chunk, event.token): event.at for event in ledger.events.of(batch.batch_id) if event.event == "leased"
+    }
+    for chunk in ledger.chunks.of(batch.batch_id):
+        for part in chunk.parts:
+            token = int(part.key.split("/")[-2].split("-")[0])
+            if (anew := leased.get((chunk.chunk, token + 1))) is not None:
+                for result in chunk_files.read_part(store.get(part.key)):
+                    yield file.label(result.index), anew
 
 
 def _lines(file: Dropped, name: str, store: ObjectStore) -> list[dict[str, dict[str, object]]]:
@@ -140,7 +130,7 @@ def table(kills: Sequence[Done], whole: Tally, calls: Calls, seconds: float) -> 
         ("unknown or unproved", str(len(whole.unknown) + len(whole.unproved))),
         ("calls of the engines", f"{calls.calls:,}"),
         ("repeated calls", f"{calls.repeated:,} ({calls.repeated / max(1, len(kills)):.1f} a kill)"),
-        ("repeated although checkpointed", str(len(calls.unexplained))),
+        ("repeated although checkpointed", str(len(calls.needless))),
         ("seconds", f"{seconds:.0f}"),
     ]
     width = max(len(name) for name, _ in rows)

@@ -2,7 +2,7 @@
 
 So a chaos run goes the way that production goes: the catalogue, the command, the guard, the restart after a death.
 `install` writes a package `vllm` that leads here; on PYTHONPATH it hides the real one from the engine's process alone.
-The journal gets a line `SECONDS PID ID` for each request that arrives: monotonic time, and the prompt's last line.
+The journal gets a line `SECONDS PID ID` for each request that arrives: UTC since the epoch, and the prompt's last line.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Journal(io.TextIOWrapper):
 
     def write(self, text: str, /) -> int:
         """Write a line with its time and the process."""
-        return super().write(f"{time.monotonic():.3f} {os.getpid()} {text}")
+        return super().write(f"{time.time():.3f} {os.getpid()} {text}")
 
 
 def install(folder: Path, journal: Path, delay_seconds: float) -> dict[str, str]:

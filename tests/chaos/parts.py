@@ -7,12 +7,10 @@ import signal
 import subprocess
 import sysconfig
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from pathlib import Path
 
-import msgspec
 import psutil
 
 from batch_pipeline import settings as configuration
@@ -82,13 +80,6 @@ engine_start_seconds = 60.0
     return file, postgres
 
 
-class Victim(msgspec.Struct, frozen=True):
-    """Processes to kill at once, and the engines that are lost with them."""
-
-    processes: list[Identity]
-    engines: list[int]
-
-
 class Parts:
     """Use it as a context manager: everything that it started has ended after it, however it is left."""
 
@@ -115,23 +106,20 @@ class Parts:
             self.stack.down(say=lambda _line: None)
             self._postgres.stop()
 
-    def victim(self, part: Part, pick: float) -> Victim | None:
-        """Return what to kill for a part: the whole of a server, or one of several workers. None where none runs."""
+    def victim(self, part: Part, pick: float, asleep: Set[Identity]) -> list[Identity]:
+        """Return what to kill for a part: the whole of a server, or one of several workers that are not asleep.
+
+        Empty where none runs.
+        """
         if part in (Part.WORKER, Part.ENGINE):
-            pairs = self._workers()
-            if not pairs:
-                return None
-            worker, child = pairs[int(pick * len(pairs))]
-            return Victim([worker if part is Part.WORKER else child], [child.pid])
+            pairs = [pair for pair in self._workers() if pair[0] not in asleep]
+            chosen = pairs[int(pick * len(pairs))] if pairs else None
+            return [] if chosen is None else [chosen[0 if part is Part.WORKER else 1]]
         if part is Part.LEDGER:
             postmaster = self._postmaster()
-            return Victim([postmaster, *descendants(postmaster)], []) if postmaster else None
+            return [postmaster, *descendants(postmaster)] if postmaster else []
         service = self._services[_NAMES[part]]
-        if service.process() is None:
-            return None
-        family = service.family()
-        known = {member.pid for member in family}
-        return Victim(family, [child.pid for worker, child in self._workers() if worker.pid in known])
+        return service.family() if service.process() is not None else []
 
     def start_again(self, part: Part) -> None:
         """Start a part that was killed, with its data and on its port; returns when it is ready.
@@ -202,12 +190,10 @@ class Supervisor:
                 self._stopping.wait(0.5)
 
 
-def kill(victim: Victim) -> float:
-    """SIGKILL all of it; return when, in monotonic seconds, once none of it runs."""
-    at = time.monotonic()
-    for process in victim.processes:
+def kill(victim: Sequence[Identity]) -> None:
+    """SIGKILL all of it; returns once none of it runs."""
+    for process in victim:
         send(process, signal.SIGKILL)
-    left = wait_for_end(victim.processes, _KILLED_SECONDS)
+    left = wait_for_end(victim, _KILLED_SECONDS)
     if left:
         raise RuntimeError(f"still there after SIGKILL: {left}")
-    return at

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +12,7 @@ from typing import TypeVar
 import msgspec
 from sqlalchemy.exc import InterfaceError, OperationalError
 
+from batch_pipeline.embedded.processes import Identity, send
 from batch_pipeline.errors import StoreError
 from batch_pipeline.ledger import Ledger
 from batch_pipeline.ledger.records import Batch
@@ -62,8 +62,8 @@ class Chaos:
         self._store = ObjectStore.open(self._parts.settings.store)
         self._away: dict[Part, Future[float]] = {}
         """Servers that are being started again, and when they were."""
-        self._made: list[tuple[Kill, float, list[int], Future[float]]] = []
-        self._asleep: set[int] = set()
+        self._made: list[tuple[Kill, float, Future[float]]] = []
+        self._asleep: set[Identity] = set()
 
     def run(self, limit_seconds: float) -> Outcome:
         """Start everything, drop the files, kill, wait for the end of every batch, count.
@@ -80,14 +80,14 @@ class Chaos:
                 self._kill_all(menders)
                 self._say(f"all kills are made after {time.monotonic() - began_at:.0f} s; waiting for the batches")
                 batches = self._wait_for_ends(ledger, limit_seconds)
+                files = list(zip(self._files, batches, strict=True))
                 tallies = {
-                    file.name: account.tally(file, batch, ledger=ledger, store=self._store)
-                    for file, batch in zip(self._files, batches, strict=True)
+                    file.name: account.tally(file, batch, ledger=ledger, store=self._store) for file, batch in files
                 }
+                calls = account.count_calls(self._folder / "journal", files, ledger=ledger, store=self._store)
             finally:
                 ledger.close()
-        kills = [Done(kill.part, kill.sleeps, at, back.result(), lost) for kill, at, lost, back in self._made]
-        calls = account.count_calls(self._folder / "journal", kills)
+        kills = [Done(kill.part, kill.sleeps, at, back.result()) for kill, at, back in self._made]
         return Outcome(kills, tallies, calls, time.monotonic() - began_at)
 
     def _kill_all(self, menders: ThreadPoolExecutor) -> None:
@@ -101,42 +101,38 @@ class Chaos:
             if kill.part in self._away:
                 self._away[kill.part].result()
             self._make(number, kill, menders)
-        for _, _, _, back in self._made:
+        for _, _, back in self._made:
             back.result()
 
     def _make(self, number: int, kill: Kill, menders: ThreadPoolExecutor) -> None:
-        victim = _wait(lambda: self._awake(kill), 120.0, f"there is no {kill.part} to kill")
-        pids = [process.pid for process in victim.processes]
-        self._say(f"{number + 1:3} {'stop' if kill.sleeps else 'kill'} {kill.part} {pids}")
+        ask = self._parts.victim
+        victim = _wait(
+            lambda: ask(kill.part, kill.pick, self._asleep) or None, 120.0, f"there is no {kill.part} to kill"
+        )
+        at = time.time()
+        how = "stop" if kill.sleeps else "kill"
+        self._say(f"{number + 1:3} {how} {kill.part} ({len(victim)} processes, pid {victim[0].pid}) at {at:.1f}")
         if kill.sleeps:
-            at = time.monotonic()
-            (worker,) = pids
-            os.kill(worker, signal.SIGSTOP)
-            self._asleep.add(worker)
-            back = menders.submit(self._wake, worker)
+            send(victim[0], signal.SIGSTOP)
+            self._asleep.add(victim[0])
+            back = menders.submit(self._wake, victim[0])
         else:
-            at = parts.kill(victim)
+            parts.kill(victim)
             back = menders.submit(self._mend, kill)
             self._away[kill.part] = back
-        self._made.append((kill, at, victim.engines, back))
+        self._made.append((kill, at, back))
 
-    def _awake(self, kill: Kill) -> parts.Victim | None:
-        victim = self._parts.victim(kill.part, kill.pick)
-        if victim is None or any(process.pid in self._asleep for process in victim.processes):
-            return None
-        return victim
-
-    def _wake(self, worker: int) -> float:
+    def _wake(self, worker: Identity) -> float:
         time.sleep(parts.LEASE_SECONDS + 2.0)
-        os.kill(worker, signal.SIGCONT)
+        send(worker, signal.SIGCONT)
         self._asleep.discard(worker)
-        return time.monotonic()
+        return time.time()
 
     def _mend(self, kill: Kill) -> float:
         if kill.part not in (Part.WORKER, Part.ENGINE):
             time.sleep(kill.down_seconds)
             self._parts.start_again(kill.part)
-        return time.monotonic()
+        return time.time()
 
     def _put(self, key: str, file: Dropped, data: bytes) -> None:
         """Drop an object, again and again while the store is away."""
