@@ -5,7 +5,7 @@ BIN := .venv/bin
 PIPELINE := $(BIN)/batch-pipeline
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up down test lint format bench
+.PHONY: help setup demo up down test lint format bench chaos
 
 help:  ## Show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -38,3 +38,6 @@ format: setup  ## Format the code
 
 bench: setup  ## Run the benchmarks
 	@for file in benchmarks/*.py; do case $$file in */_*) continue;; esac; echo "== $$file"; $(BIN)/python $$file || exit 1; done
+
+chaos: setup  ## Kill every part of the stack two hundred times, and count what comes back (about 15 minutes)
+	@$(BIN)/python -m tests.chaos --kills $(or $(KILLS),200) --seed $(or $(SEED),1) --long
