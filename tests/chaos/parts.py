@@ -19,6 +19,7 @@ from batch_pipeline.embedded.postgres import PostgresServer
 from batch_pipeline.embedded.processes import Identity, Service, descendants, identify, send, wait_for_end
 from batch_pipeline.embedded.stack import Stack
 from batch_pipeline.engine import guard
+from batch_pipeline.errors import OperatorError
 from batch_pipeline.settings import CONFIG_VARIABLE, Settings
 from tests.chaos import engine
 from tests.chaos.files import MODEL
@@ -30,6 +31,7 @@ SUPERVISED = 2
 CHECKPOINT_SECONDS, LEASE_SECONDS, DELAY_SECONDS = 1.0, 8.0, 0.4
 _NAMES = {Part.STORE: "seaweedfs", Part.DAEMON: "dagster-daemon", Part.CODE_SERVER: "dagster-code-server"}
 _KILLED_SECONDS = 20.0
+_TRIES = 5
 
 
 def configure(folder: Path) -> tuple[Path, PostgresServer]:
@@ -68,6 +70,7 @@ data_dir = "data"
 s3_port = {s3}
 dagster_port = {web}
 code_server_port = {code}
+serve_api = false
 [models.{MODEL}]
 source = "model"
 context_length = 2048
@@ -89,6 +92,8 @@ class Parts:
         self.settings: Settings = configuration.load(self.file, environment={})
         self.stack = Stack(self.settings, self.file)
         self._services: dict[str, Service] = {service.name: service for service in self.stack.services}
+        self._starting = threading.Lock()
+        """One at a time: starting the stack starts whatever is down of it."""
         self._supervisors = [Supervisor(self.file, folder / f"worker-{number}.log") for number in range(SUPERVISED)]
 
     @contextmanager
@@ -128,12 +133,24 @@ class Parts:
         """
         if part is Part.LEDGER:
             self._postgres.start()
-        elif part is Part.CODE_SERVER:
-            self.stack.up(say=lambda _line: None)
-        elif part in _NAMES:
-            service = self._services[_NAMES[part]]
-            service.start()
-            service.wait_ready()
+        elif part in (Part.DAEMON, Part.CODE_SERVER):
+            self._up()
+        elif part is Part.STORE:
+            with self._starting:
+                service = self._services[_NAMES[part]]
+                service.start()
+                service.wait_ready()
+
+    def _up(self) -> None:
+        """Start what has died of the stack, as an operator does; again where something was killed under the call."""
+        with self._starting:
+            for tries_left in reversed(range(_TRIES)):
+                try:
+                    self.stack.up(say=lambda _line: None)
+                    return
+                except OperatorError:
+                    if not tries_left:
+                        raise
 
     def _postmaster(self) -> Identity | None:
         try:
