@@ -8,7 +8,7 @@ import subprocess
 import sysconfig
 import threading
 from collections.abc import Iterator, Sequence, Set
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import psutil
@@ -99,17 +99,15 @@ class Parts:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Everything, from ready to ended."""
-        try:
+        with ExitStack() as ends:
+            ends.callback(self._postgres.stop)
             self._postgres.start()
-            self.stack.up(say=lambda _line: None)
+            ends.callback(self.stack.down, say=_to_nobody)
+            self.stack.up(say=_to_nobody)
             for supervisor in self._supervisors:
+                ends.callback(supervisor.stop)
                 supervisor.start()
             yield
-        finally:
-            for supervisor in self._supervisors:
-                supervisor.stop()
-            self.stack.down(say=lambda _line: None)
-            self._postgres.stop()
 
     def victim(self, part: Part, pick: float, asleep: Set[Identity]) -> list[Identity]:
         """Return what to kill for a part: the whole of a server, or one of several workers that are not asleep.
@@ -146,17 +144,20 @@ class Parts:
         with self._starting:
             for tries_left in reversed(range(_TRIES)):
                 try:
-                    self.stack.up(say=lambda _line: None)
+                    self.stack.up(say=_to_nobody)
                     return
                 except OperatorError:
                     if not tries_left:
                         raise
 
     def _postmaster(self) -> Identity | None:
+        """Return the server's first process; by its folder, since a stale file may name a pid that is another's now."""
         try:
-            return identify(int((self._database / "postmaster.pid").read_text(encoding="utf-8").split()[0]))
-        except (FileNotFoundError, IndexError):
+            pid = int((self._database / "postmaster.pid").read_text(encoding="utf-8").split()[0])
+            is_ours = str(self._database) in psutil.Process(pid).cmdline()
+        except (FileNotFoundError, IndexError, psutil.NoSuchProcess, psutil.ZombieProcess):
             return None
+        return identify(pid) if is_ours else None
 
     def _workers(self) -> list[tuple[Identity, Identity]]:
         """Return each worker of this run that has an engine, with that engine's process, in the order of their ids."""
@@ -205,6 +206,10 @@ class Supervisor:
                 self._process = subprocess.Popen(command, env=self._environment, stdout=log, stderr=log)
                 self._process.wait()
                 self._stopping.wait(0.5)
+
+
+def _to_nobody(_line: str) -> None:
+    """Hear what the stack says of its work."""
 
 
 def kill(victim: Sequence[Identity]) -> None:
