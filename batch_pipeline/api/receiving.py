@@ -178,7 +178,8 @@ class _Reader:
 
     def _header_end(self) -> None:
         name, value = self._header
-        self._headers[name.decode("latin-1").lower()] = value.decode("utf-8", "replace")
+        # The parser of options wants every byte as one character; what the bytes mean is decided after it.
+        self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
         self._header = (b"", b"")
 
     def _headers_finished(self) -> None:

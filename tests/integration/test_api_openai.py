@@ -309,6 +309,17 @@ def test_an_upload_that_cannot_be_taken_leaves_nothing_behind(
     assert list(store.uploads(keys.FILES)) == []
 
 
+def test_a_file_may_have_any_name(client: openai.OpenAI) -> None:
+    for name, shown in (
+        ("Anfragen für März.jsonl", "Anfragen für März.jsonl"),
+        ("请求.jsonl", "请求.jsonl"),
+        ("../../etc/passwd", "passwd"),
+        ("C:\\files\\a.jsonl", "a.jsonl"),
+        ("x" * 400, "x" * 255),
+    ):
+        assert upload(client, line("a"), name).filename == shown
+
+
 def test_a_file_may_come_in_parts(client: openai.OpenAI, store: ObjectStore) -> None:
     parts = [b"a" * (5 * 1024 * 1024 + 1), b"b" * 1000, b"c" * (6 * 1024 * 1024)]
     data = b"".join(parts)
