@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import Annotated
 
-from fastapi import APIRouter, Header
+from fastapi import APIRouter, Header, Response
 from fastapi.responses import StreamingResponse
 
 from batch_pipeline import ids
@@ -15,7 +15,7 @@ from batch_pipeline.api.openai_batches import shown
 from batch_pipeline.api.openai_files import default_lifetime
 from batch_pipeline.api.openai_objects import BatchObject, RetryBatch
 from batch_pipeline.api.services import Services, Shared
-from batch_pipeline.errors import LimitReached
+from batch_pipeline.errors import LimitReached, NotFound
 from batch_pipeline.intake import options
 from batch_pipeline.intake.again import RETRY_OF, write_failed_requests
 from batch_pipeline.intake.stored import Source, Wish, made_before, submit_stored
@@ -40,6 +40,15 @@ def results(batch_id: str, caller: Authenticated, services: Shared) -> Streaming
     so_far = results_so_far(batch, ledger=services.ledger, store=services.store)
     headers = {COMPLETE_HEADER: "true" if so_far.is_complete else "false"}
     return StreamingResponse(so_far.lines, headers=headers, media_type=_JSONL)
+
+
+@router.get("/{batch_id}/manifest", response_class=Response, responses={200: {"content": {"application/json": {}}}})
+def manifest(batch_id: str, caller: Authenticated, services: Shared) -> Response:
+    """Return how the results came about: counts, hashes of the files, and the attempts, workers and engines behind."""
+    batch = services.ledger.batches.get(parameters.known_id("batch", batch_id), customer=caller.customer)
+    if batch.manifest_key is None or batch.files_removed_at is not None:
+        raise NotFound(f"batch {batch_id} is {batch.status} and has no manifest")
+    return Response(services.store.get(batch.manifest_key), media_type="application/json")
 
 
 @router.post("/{batch_id}/retry")

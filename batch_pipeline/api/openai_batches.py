@@ -12,7 +12,7 @@ from batch_pipeline.api.openai_objects import BatchObject, CreateBatch, Page, ba
 from batch_pipeline.api.problems import RequestRefused
 from batch_pipeline.api.services import Services, Shared
 from batch_pipeline.intake import options
-from batch_pipeline.intake.stored import Source, Wish, made_before, submit_stored
+from batch_pipeline.intake.stored import Source, Wish, creation_key, made_before, submit_stored
 from batch_pipeline.ledger.files import INPUT
 from batch_pipeline.ledger.records import Batch, Door
 from batch_pipeline.results.status import current_status
@@ -63,8 +63,14 @@ def list_batches(
     services: Shared,
     after: str | None = None,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    idempotency_key: Annotated[
+        str | None, Query(description="Ours: only the batch that was made with this key.")
+    ] = None,
 ) -> Page[BatchObject]:
     """List batches of every door, newest first."""
+    if idempotency_key is not None:
+        made = services.ledger.batches.by_creation_key(creation_key(Door.API, caller.customer, idempotency_key))
+        return page_of([] if made is None else [shown(made, services)], limit)
     last = None if after is None else parameters.known_id("batch", after)
     found = services.ledger.batches.page(caller.customer, after=last, limit=limit + 1)
     return page_of([shown(batch, services) for batch in found], limit)

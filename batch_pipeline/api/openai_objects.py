@@ -216,7 +216,10 @@ class BatchObject(BaseModel):
     reason: Annotated[str | None, Field(description="Ours: what it waits for; null after the end.")]
     estimated_finish_at: Annotated[float | None, Field(description="Ours: Unix seconds, once there is a rate.")]
     counts: Counts
+    customer: Annotated[str, Field(description="Ours: whose it is.")]
     name: Annotated[str, Field(description="Ours: its folder in the outbox.")]
+    cost: Annotated[float | None, Field(description="Ours: US dollars so far, at the batch price.")]
+    as_of: Annotated[float, Field(description="Ours: Unix seconds of what is shown.")]
 
 
 _T = TypeVar("_T", FileObject, BatchObject)

@@ -14,9 +14,12 @@ from rich.console import Console
 from rich.text import Text
 
 from batch_pipeline import settings as configuration
+from batch_pipeline.errors import CustomerError
 from batch_pipeline.plain import printable
+from batch_pipeline.wire import codes
 
 if TYPE_CHECKING:
+    from batch_pipeline.cli.doors import BatchDoor
     from batch_pipeline.ledger import Ledger
     from batch_pipeline.store import ObjectStore
 
@@ -26,6 +29,8 @@ INTERRUPTED = 130
 """Exit statuses; see `program`."""
 
 STDIN = "-"
+URL_VARIABLE = "BATCH_PIPELINE_URL"
+KEY_VARIABLE = "BATCH_PIPELINE_KEY"
 NARROWEST = 200
 """Columns where the output goes to a file or a pipe: rich would take 80 and cut keys and ids."""
 
@@ -33,8 +38,9 @@ NARROWEST = 200
 class App:
     """The configuration, and the parts that it names."""
 
-    def __init__(self, config: Path | None) -> None:
+    def __init__(self, config: Path | None, url: str | None = None) -> None:
         self._config = config
+        self._url = url
 
     @cached_property
     def settings(self) -> configuration.Settings:
@@ -65,6 +71,19 @@ class App:
         return Ledger.from_settings(self.settings)
 
     @cached_property
+    def door(self) -> BatchDoor:
+        """The way to batches: over HTTP where a URL is given, else on ledger and store. Raises CustomerError."""
+        from batch_pipeline.cli.doors import Direct
+        from batch_pipeline.cli.remote import Remote
+
+        if self._url is None:
+            return Direct(self)
+        key = os.environ.get(KEY_VARIABLE, "")
+        if not key:
+            raise CustomerError(codes.INVALID_OPTION, f"with --url, {KEY_VARIABLE} must hold your key")
+        return Remote(self._url, key)
+
+    @cached_property
     def console(self) -> Console:
         """Where results go: stdout."""
         return make_console()
@@ -76,6 +95,8 @@ class App:
 
     def close(self) -> None:
         """Close what was opened."""
+        if "door" in self.__dict__:
+            self.door.close()
         if "ledger" in self.__dict__:
             self.ledger.close()
 

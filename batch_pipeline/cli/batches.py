@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import click
 from rich.table import Table
 
 from batch_pipeline.cli.app import STDIN, App, pass_app, print_json
+from batch_pipeline.cli.doors import Submission
 from batch_pipeline.cli.progress import done, follow, moment, progress, words
 from batch_pipeline.errors import CustomerError
 from batch_pipeline.intake import options, submission
-from batch_pipeline.ledger.records import BatchStatus, Door
-from batch_pipeline.results import collect, outbox
-from batch_pipeline.results.status import StatusDocument, current_status
+from batch_pipeline.ledger.records import BatchStatus
+from batch_pipeline.results.status import StatusDocument
 from batch_pipeline.wire import codes
 
 _POLL_SECONDS = 1.0
@@ -24,7 +25,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON."
 
 @click.command()
 @click.argument("file")
-@click.option("--customer", required=True, help="Whose batch it is.")
+@click.option("--customer", help="Whose batch it is. Not with --url: the key says it.")
 @click.option("--name", help="What to call it; the outbox folder gets this name. Default: the file's name.")
 @click.option("--endpoint", default=options.DEFAULT_ENDPOINT, show_default=True, help="The url of its requests.")
 @click.option("--window", help="Time until the deadline: 90m, 24h, 7d. Default: as configured.")
@@ -38,7 +39,7 @@ def submit(
     app: App,
     *,
     file: str,
-    customer: str,
+    customer: str | None,
     name: str | None,
     endpoint: str,
     window: str | None,
@@ -49,23 +50,21 @@ def submit(
     as_json: bool,
 ) -> int:
     """Hand in FILE, a JSONL file of requests (`-` reads stdin), and print the id of its batch."""
-    chosen = options.choose(
-        app.settings.intake,
-        endpoint=endpoint,
-        window=window,
-        on_invalid=on_invalid,
-        metadata=_pairs(metadata),
-    )
-    if file == STDIN:
-        with submission.spooled(sys.stdin.buffer, app.settings.intake) as spool:
-            batch_id = _submit(app, spool, customer, name or "stdin", chosen=chosen, key=idempotency_key)
-    else:
-        path = Path(file)
-        called = name or path.name.removesuffix(".jsonl")
-        batch_id = _submit(app, path, customer, called, chosen=chosen, key=idempotency_key)
+    with _opened(file, app) as path:
+        wanted = Submission(
+            file=path,
+            name=name or ("stdin" if file == STDIN else path.name.removesuffix(".jsonl")),
+            customer=customer,
+            endpoint=endpoint,
+            window=window,
+            on_invalid=on_invalid,
+            metadata=_pairs(metadata),
+            idempotency_key=idempotency_key,
+        )
+        batch_id = app.door.submit(wanted)
     if not wait:
         if as_json:
-            print_json(_document(app, batch_id))
+            print_json(app.door.document(batch_id))
         else:
             click.echo(batch_id)
         return 0
@@ -79,7 +78,7 @@ def submit(
 @pass_app
 def status(app: App, batch_id: str, as_json: bool) -> None:
     """Print where a batch is: the document that lies in its outbox as status.json."""
-    document = _document(app, batch_id)
+    document = app.door.document(batch_id)
     if as_json:
         print_json(document)
     else:
@@ -94,9 +93,7 @@ def status(app: App, batch_id: str, as_json: bool) -> None:
 @pass_app
 def list_batches(app: App, customer: str | None, only: str | None, limit: int, as_json: bool) -> None:
     """List batches, newest first."""
-    statuses = [BatchStatus(only)] if only else []
-    found = app.ledger.batches.recent(customer=customer, statuses=statuses, limit=limit)
-    documents = [current_status(batch.batch_id, ledger=app.ledger, settings=app.settings) for batch in found]
+    documents = app.door.recent(customer, only, limit)
     if as_json:
         print_json(documents)
         return
@@ -122,9 +119,7 @@ def watch(app: App, batch_id: str, as_json: bool) -> int:
 @pass_app
 def cancel(app: App, batch_id: str) -> None:
     """Cancel a batch: what is finished is returned, the rest ends as cancelled."""
-    batch = app.ledger.batches.cancel(batch_id, actor="cli")
-    outbox.publish_status(batch_id, ledger=app.ledger, store=app.store, settings=app.settings)
-    click.echo(f"{batch_id} {batch.status}")
+    click.echo(f"{batch_id} {app.door.cancel(batch_id)}")
 
 
 @click.command()
@@ -137,39 +132,25 @@ def results(app: App, batch_id: str, folder: Path, overwrite: bool) -> None:
 
     Each file is compared with its sha256. A DIR with a manifest.json is complete.
     """
-    batch = app.ledger.batches.get(batch_id)
-    collected = collect.collect(batch, folder, app.store, overwrite=overwrite)
-    for file in collected.files:
+    for file in app.door.results(batch_id, folder, overwrite=overwrite):
         click.echo(f"{file}")
 
 
-def _submit(app: App, file: Path, customer: str, name: str, *, chosen: options.Options, key: str | None) -> str:
-    submitted = submission.submit(
-        file,
-        customer=customer,
-        name=name,
-        door=Door.CLI,
-        options=chosen,
-        idempotency_key=key,
-        ledger=app.ledger,
-        store=app.store,
-        settings=app.settings,
-    )
-    return submitted.batch.batch_id
+def _opened(file: str, app: App) -> AbstractContextManager[Path]:
+    """Return the file by its path; what comes from stdin is a file of its own for as long as it is needed."""
+    if file == STDIN:
+        return submission.spooled(sys.stdin.buffer, app.settings.intake)
+    return nullcontext(Path(file))
 
 
 def _watch(app: App, batch_id: str, as_json: bool) -> int:
     with progress(app.console if not as_json else app.error_console) as show:
-        document = follow(lambda: _document(app, batch_id), show, _POLL_SECONDS)
+        document = follow(lambda: app.door.document(batch_id), show, _POLL_SECONDS)
     if as_json:
         print_json(document)
     else:
         _show(app, document)
     return 0 if document.status == BatchStatus.COMPLETED else 1
-
-
-def _document(app: App, batch_id: str) -> StatusDocument:
-    return current_status(batch_id, ledger=app.ledger, settings=app.settings)
 
 
 def _show(app: App, document: StatusDocument) -> None:

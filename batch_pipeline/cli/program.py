@@ -16,7 +16,7 @@ from pathlib import Path
 import click
 
 from batch_pipeline.cli import batches, billing, customers, doctor, files, operating, proofs, serving, tidying, webhooks
-from batch_pipeline.cli.app import CANNOT_SERVE, FAILED, INTERRUPTED, App
+from batch_pipeline.cli.app import CANNOT_SERVE, FAILED, INTERRUPTED, KEY_VARIABLE, URL_VARIABLE, App
 from batch_pipeline.errors import BatchPipelineError, CustomerError, ProofFailed
 from batch_pipeline.plain import printable
 
@@ -27,11 +27,18 @@ from batch_pipeline.plain import printable
     type=click.Path(path_type=Path, dir_okay=False),
     help="The configuration. Default: the file named by BATCH_PIPELINE_CONFIG, else batch-pipeline.toml here.",
 )
+@click.option(
+    "--url",
+    envvar=URL_VARIABLE,
+    metavar="URL",
+    help="submit, status, list, watch, cancel and results go to the HTTP service there, with the key in "
+    f"{KEY_VARIABLE}. Default: {URL_VARIABLE}, else straight to ledger and store.",
+)
 @click.version_option(package_name="batch-pipeline")
 @click.pass_context
-def commands(context: click.Context, config: Path | None) -> None:
+def commands(context: click.Context, config: Path | None, url: str | None) -> None:
     """Batch inference: files of LLM requests in, exactly one result per request out."""
-    app = App(config)
+    app = App(config, url or None)
     context.obj = app
     context.call_on_close(app.close)
 

@@ -10,6 +10,8 @@ manifest.json, and the next call brings it all again. The same call again is har
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,6 +43,10 @@ class _Origin(msgspec.Struct):
     batch_id: str
 
 
+Download = Callable[[Path], None]
+"""Writes a file's bytes to a path."""
+
+
 def collect(batch: Batch, folder: Path, store: ObjectStore, *, overwrite: bool = False) -> Collected:
     """Download the final files of a batch into `folder`, which is created where it is missing.
 
@@ -54,57 +60,73 @@ def collect(batch: Batch, folder: Path, store: ObjectStore, *, overwrite: bool =
             "cancelled"
         )
     check_files_kept(batch)
+    files = {OUTPUT: batch.output_key, ERRORS: batch.error_key}
+    downloads = {name: partial(store.download, key) for name, key in files.items() if key is not None}
+    return bring(batch.batch_id, folder, partial(store.get, batch.manifest_key), downloads, overwrite=overwrite)
+
+
+def bring(
+    batch_id: str,
+    folder: Path,
+    manifest: Callable[[], bytes],
+    downloads: Mapping[str, Download],
+    *,
+    overwrite: bool = False,
+) -> Collected:
+    """Bring the final files of a batch from wherever they are, `downloads` by their names; as `collect`.
+
+    Raises what those raise, and as `collect`.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     if not overwrite:
-        _refuse_others(folder, batch)
-    data = store.get(batch.manifest_key)
+        _refuse_others(folder, batch_id)
+    data = manifest()
     facts = manifests.decode(data)
-    wanted = {OUTPUT: (batch.output_key, facts.output), ERRORS: (batch.error_key, facts.errors)}
+    expected = {OUTPUT: facts.output, ERRORS: facts.errors}
     try:
-        for name, (key, expected) in wanted.items():
-            if key is not None:
-                store.download(key, _partial(folder, name, batch))
-                _compare(_partial(folder, name, batch), key, expected)
-        _partial(folder, MANIFEST, batch).write_bytes(data)
+        for name, download in downloads.items():
+            download(_partial(folder, name, batch_id))
+            _compare(_partial(folder, name, batch_id), name, expected[name])
+        _partial(folder, MANIFEST, batch_id).write_bytes(data)
         (folder / MANIFEST).unlink(missing_ok=True)
-        for name, (key, _) in wanted.items():
-            if key is not None:
-                _partial(folder, name, batch).replace(folder / name)
+        for name in expected:
+            if name in downloads:
+                _partial(folder, name, batch_id).replace(folder / name)
             else:
                 (folder / name).unlink(missing_ok=True)
-        _partial(folder, MANIFEST, batch).replace(folder / MANIFEST)
+        _partial(folder, MANIFEST, batch_id).replace(folder / MANIFEST)
     finally:
         for name in (OUTPUT, ERRORS, MANIFEST):
-            _partial(folder, name, batch).unlink(missing_ok=True)
+            _partial(folder, name, batch_id).unlink(missing_ok=True)
     return Collected(
-        output=folder / OUTPUT if batch.output_key else None,
-        errors=folder / ERRORS if batch.error_key else None,
+        output=folder / OUTPUT if OUTPUT in downloads else None,
+        errors=folder / ERRORS if ERRORS in downloads else None,
         manifest=folder / MANIFEST,
     )
 
 
-def _partial(folder: Path, name: str, batch: Batch) -> Path:
-    return folder / f".{name}.{batch.batch_id}.partial"
+def _partial(folder: Path, name: str, batch_id: str) -> Path:
+    return folder / f".{name}.{batch_id}.partial"
 
 
-def _compare(file: Path, key: str, expected: manifests.FileFacts | None) -> None:
+def _compare(file: Path, name: str, expected: manifests.FileFacts | None) -> None:
     with file.open("rb") as opened:
         sha256 = hashlib.file_digest(opened, "sha256").hexdigest()
     if expected is None or expected.sha256 != sha256:
         said = "does not name it" if expected is None else f"says {expected.sha256}"
-        raise ProofFailed([f"{key} has the sha256 {sha256}, but its manifest {said}: run `verify`"])
+        raise ProofFailed([f"{name} has the sha256 {sha256}, but its manifest {said}: run `verify`"])
 
 
-def _refuse_others(folder: Path, batch: Batch) -> None:
+def _refuse_others(folder: Path, batch_id: str) -> None:
     there = [name for name in (OUTPUT, ERRORS, MANIFEST) if (folder / name).exists()]
     # The manifest under its temporary name: a download of this batch was killed while it renamed.
-    if not there or _partial(folder, MANIFEST, batch).exists():
+    if not there or _partial(folder, MANIFEST, batch_id).exists():
         return
     try:
         origin = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=_Origin).batch_id
     except (FileNotFoundError, msgspec.DecodeError):
         origin = None
-    if origin != batch.batch_id:
+    if origin != batch_id:
         whose = f"of {origin}" if origin else "of unknown origin"
         raise CustomerError(
             codes.INVALID_OPTION,

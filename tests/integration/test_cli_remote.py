@@ -1,0 +1,128 @@
+"""The command line over HTTP: a customer's key and the service's URL are all that it needs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import openai
+import pytest
+
+from batch_pipeline.cli.app import KEY_VARIABLE, URL_VARIABLE
+from batch_pipeline.cli.program import run as run_program
+from batch_pipeline.embedded.ports import free_ports
+from batch_pipeline.ledger import Ledger
+from tests.fakes import service
+from tests.fakes.openai_client import Run, create, line
+
+Cli = Callable[..., int]
+
+
+@pytest.fixture
+def cli(served: service.Running, ledger: Ledger, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Cli:
+    """Run one command line as a customer who has nothing but a key."""
+    monkeypatch.setenv(URL_VARIABLE, f"{served.url}/v1")
+    monkeypatch.setenv(KEY_VARIABLE, service.new_key(ledger, "acme"))
+    monkeypatch.chdir(tmp_path)
+    return lambda *arguments: run_program([*map(str, arguments)])
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    file = tmp_path / "greetings.jsonl"
+    file.write_bytes(line("a") + b"{\n" + line("c"))
+    return file
+
+
+def test_a_batch_from_its_file_to_its_results(
+    cli: Cli, file: Path, run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    submit = ("submit", file, "--window", "2h", "--metadata", "team=search", "--idempotency-key", "k1")
+    assert cli(*submit) == 0
+    batch_id = capsys.readouterr().out.strip()
+    assert cli("status", batch_id) == 0
+    assert "acme, as greetings" in capsys.readouterr().out
+    assert cli("results", batch_id, "--to", tmp_path / "out") == 1
+    assert "its results are there once it is completed" in capsys.readouterr().err
+    run(batch_id)
+    assert cli("watch", batch_id, "--json") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["status"], document["completion_window"]) == ("completed", "2h")
+    assert document["metadata"] == {"team": "search"}
+    assert document["counts"] == {"total": 3, "completed": 2, "failed": 0, "expired": 0, "cancelled": 0, "invalid": 1}
+    assert document["cost"] is not None
+    assert cli("results", batch_id, "--to", tmp_path / "out") == 0
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "errors.jsonl",
+        "manifest.json",
+        "output.jsonl",
+    ]
+    assert len((tmp_path / "out" / "output.jsonl").read_bytes().splitlines()) == 2
+    assert cli("cancel", batch_id) == 1
+    assert "completed" in capsys.readouterr().err
+
+
+def test_the_same_idempotency_key_gives_the_same_batch_only_for_the_same_file(
+    cli: Cli, file: Path, capsys: pytest.CaptureFixture[str], client: openai.OpenAI
+) -> None:
+    assert cli("submit", file, "--idempotency-key", "k1") == 0
+    first = capsys.readouterr().out
+    assert cli("submit", file, "--idempotency-key", "k1") == 0
+    assert capsys.readouterr().out == first
+    file.write_bytes(line("other"))
+    assert cli("submit", file, "--idempotency-key", "k1") == 1
+    assert first.strip() in capsys.readouterr().err
+    assert len(client.batches.list().data) == len(client.files.list().data) == 1
+
+
+def test_batches_are_listed_and_cancelled(cli: Cli, client: openai.OpenAI, capsys: pytest.CaptureFixture[str]) -> None:
+    made = [create(client, line("a")).id for _ in range(3)]
+    assert cli("cancel", made[1]) == 0
+    assert made[1] in capsys.readouterr().out
+    assert cli("list", "--json", "--limit", "2") == 0
+    assert [batch["id"] for batch in json.loads(capsys.readouterr().out)] == [made[2], made[1]]
+    assert cli("list", "--json", "--status", "validating") == 0
+    assert made[0] in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("status", "batch_" + "0" * 32), "batch_" + "0" * 32),
+        (("submit", "missing.jsonl"), "missing.jsonl"),
+        (("submit", "greetings.jsonl", "--customer", "acme"), "the key says whose batch it is"),
+        (("submit", "greetings.jsonl", "--window", "1m"), "window"),
+        (("submit", "greetings.jsonl", "--endpoint", "/v1/images"), "endpoint"),
+        (("list", "--customer", "acme"), "the key says whose batches"),
+    ],
+)
+def test_a_mistake_is_one_line_and_leaves_nothing(
+    *,
+    arguments: tuple[str, ...],
+    said: str,
+    cli: Cli,
+    file: Path,
+    client: openai.OpenAI,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli(*arguments) == 1
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error.startswith("error: ")
+    assert said in error
+    assert client.batches.list().data == client.files.list().data == []
+
+
+def test_a_wrong_key_a_missing_one_and_a_service_that_is_away_are_said(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, "bp-wrong")
+    assert cli("list") == 1
+    assert "key" in capsys.readouterr().err
+    monkeypatch.delenv(KEY_VARIABLE)
+    assert cli("list") == 1
+    assert KEY_VARIABLE in capsys.readouterr().err
+    monkeypatch.setenv(KEY_VARIABLE, "bp-wrong")
+    monkeypatch.setattr("batch_pipeline.cli.remote.time.sleep", lambda _seconds: None)
+    assert cli("--url", f"http://127.0.0.1:{free_ports(1)[0]}", "list") == 3
+    assert "cannot be reached" in capsys.readouterr().err
