@@ -21,6 +21,7 @@ from fastapi.responses import JSONResponse
 from sqlalchemy.exc import InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from batch_pipeline.errors import CustomerError, LimitReached, NotFound, ProofFailed, StoreError
 from batch_pipeline.plain import printable
@@ -83,6 +84,8 @@ def problem_of(error: Exception, request_id: str) -> Problem:
         return _invalid(error)
     if isinstance(error, HTTPException):
         return Problem(status=error.status_code, message=str(error.detail), headers=dict(error.headers or {}))
+    if isinstance(error, ClientDisconnect):
+        return Problem(status=400, message="the connection was closed before the body was whole")
     if isinstance(error, StoreError | OperationalError | InterfaceError | PoolTimeout):
         _log.warning("request %s: a part of the service cannot be used", request_id, exc_info=error)
         return Problem(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterator
 
 import httpx
@@ -11,8 +12,9 @@ import pytest
 
 from batch_pipeline.ledger import Ledger
 from batch_pipeline.settings import Settings
-from batch_pipeline.store import ObjectStore
+from batch_pipeline.store import ObjectStore, keys
 from tests.fakes import service
+from tests.fakes.workers import wait_until
 
 
 @pytest.fixture
@@ -36,7 +38,15 @@ def test_a_part_that_is_away_is_named_and_nothing_else_is(
     nowhere = msgspec.structs.replace(settings.store, endpoint_url="http://127.0.0.1:9")
     with service.running(ledger, ObjectStore.open(nowhere), settings) as running:
         answer = httpx.get(f"{running.url}/readyz", timeout=60)
+        headers = {"x-api-key": service.new_key(ledger)}
+        form = {"files": {"file": ("a.jsonl", b"{}")}, "data": {"purpose": "batch"}}
+        upload = httpx.post(f"{running.url}/v1/files", headers=headers, timeout=60, **form)
     assert (answer.status_code, answer.json()) == (503, {"ready": False, "missing": ["object store"]})
+    assert (upload.status_code, upload.headers["retry-after"]) == (503, "5")
+    error = upload.json()["error"]
+    assert (error["type"], error["code"]) == ("server_error", "service_unavailable")
+    assert upload.headers["x-request-id"] in error["message"]
+    assert "127.0.0.1" not in upload.text
     ledger.close()
 
 
@@ -84,3 +94,37 @@ def test_a_body_that_is_too_large_is_refused(client: httpx.Client, ledger: Ledge
     answer = client.post("/v1/batches", content=body, headers={"x-api-key": service.new_key(ledger)})
     assert answer.status_code == 413
     assert "1048576" in answer.json()["error"]["message"]
+
+
+HALF = b'--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n' + b"x" * 2_000_000
+
+
+def begin_upload(client: httpx.Client, key: str) -> socket.socket:
+    """Send the half of a file, and no more."""
+    connection = socket.create_connection((client.base_url.host, client.base_url.port or 0), timeout=30)
+    head = f"POST /v1/files HTTP/1.1\r\nHost: x\r\nx-api-key: {key}\r\nContent-Length: 9000000\r\n"
+    connection.sendall(f"{head}Content-Type: multipart/form-data; boundary=b\r\n\r\n".encode() + HALF)
+    return connection
+
+
+def test_an_upload_that_its_client_leaves_is_forgotten(
+    client: httpx.Client, ledger: Ledger, store: ObjectStore
+) -> None:
+    connection = begin_upload(client, service.new_key(ledger))
+    wait_until(lambda: any(store.uploads(keys.FILES)), "the upload has begun")
+    connection.close()
+    wait_until(lambda: not any(store.uploads(keys.FILES)), "the upload is forgotten")
+    assert list(store.list(keys.FILES)) == []
+
+
+def test_a_client_that_sends_nothing_is_given_up(sqlite_url: str, store: ObjectStore, settings: Settings) -> None:
+    ledger = Ledger.open(sqlite_url)
+    impatient = msgspec.structs.replace(settings, api=msgspec.structs.replace(settings.api, idle_seconds=0.5))
+    with (
+        service.running(ledger, store, impatient) as running,
+        httpx.Client(base_url=running.url) as client,
+        begin_upload(client, service.new_key(ledger)) as connection,
+    ):
+        assert connection.recv(1000).startswith(b"HTTP/1.1 408 ")
+    assert list(store.uploads(keys.FILES)) == []
+    ledger.close()
