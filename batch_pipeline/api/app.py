@@ -12,7 +12,16 @@ from anyio import to_thread
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from batch_pipeline.api import beyond, health, metrics, openai_batches, openai_files, openai_uploads, problems
+from batch_pipeline.api import (
+    anthropic_batches,
+    beyond,
+    health,
+    metrics,
+    openai_batches,
+    openai_files,
+    openai_uploads,
+    problems,
+)
 from batch_pipeline.api.rates import Rates
 from batch_pipeline.api.requests import Requests
 from batch_pipeline.api.services import Services
@@ -25,7 +34,14 @@ _DESCRIPTION = """\
 Batches of LLM requests, for the `openai` and `anthropic` SDKs and for programs of your own. Every route but the health
 routes asks for a key: `Authorization: Bearer KEY` or `x-api-key: KEY`.
 """
-ROUTERS = (health.router, openai_files.router, openai_uploads.router, openai_batches.router, beyond.router)
+ROUTERS = (
+    health.router,
+    openai_files.router,
+    openai_uploads.router,
+    openai_batches.router,
+    beyond.router,
+    anthropic_batches.router,
+)
 
 
 def create_app(ledger: Ledger, store: ObjectStore, settings: Settings) -> FastAPI:

@@ -66,8 +66,8 @@ def problem_of(body: Body, model: Model) -> str | None:
     if body.stream:
         return "body.stream must be false or absent: a batch has no streams"
     if isinstance(body, EmbeddingBody | MessagesBody):
-        is_messages = isinstance(body, MessagesBody)
-        return _messages_problem(body, model.allowed_media_hosts) if is_messages else _embedding_problem(body)
+        hosts = model.allowed_media_hosts
+        return _messages_problem(body, hosts) if isinstance(body, MessagesBody) else _embedding_problem(body)
     if (body.n is not None and body.n > max_choices) or (body.best_of is not None and body.best_of > max_choices):
         field = "n" if body.n is not None and body.n > max_choices else "best_of"
         return f"body.{field} must be at most {max_choices} for this model; ask again in further lines for more answers"

@@ -11,6 +11,7 @@ from batch_pipeline.ledger.database import Clock, Database
 from batch_pipeline.ledger.events import Events
 from batch_pipeline.ledger.files import Files
 from batch_pipeline.ledger.gauges import Reader
+from batch_pipeline.ledger.message_batches import MessageBatches
 from batch_pipeline.ledger.notices import Notices
 from batch_pipeline.ledger.quotas import Quotas
 from batch_pipeline.ledger.retention import Retention
@@ -41,6 +42,7 @@ class Ledger:
         self.usage = Usage(database)
         self.webhooks = Webhooks(database)
         self.gauges = Reader(database)
+        self.message_batches = MessageBatches(database)
 
     @classmethod
     def open(

@@ -133,6 +133,8 @@ class NewBatch(msgspec.Struct, frozen=True, kw_only=True):
     """The window in the customer's words, where the API gives it back as it was asked for."""
     output_expires_seconds: int | None = None
     """After its end: how long the API gives out its files, where its customer has chosen that."""
+    announced: int | None = None
+    """Its requests, where the door has counted them."""
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
@@ -205,6 +207,10 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     """The window in the customer's words, where the API gives it back as it was asked for."""
     output_expires_seconds: int | None = None
     """After its end: how long the API gives out its files, where its customer has chosen that."""
+    announced: int | None = None
+    """Its requests, where its door has counted them: known before intake."""
+    deleted_at: float | None = None
+    """When its customer deleted it: the message batches show it no more."""
 
 
 class NewChunk(msgspec.Struct, frozen=True, kw_only=True):

@@ -91,6 +91,8 @@ batches = sa.Table(
         comment="Prompt tokens by model that it holds of its customer's quotas",
     ),
     sa.Column("input_file_id", sa.String(64), comment="The file that the API made it from"),
+    sa.Column("announced", sa.BigInteger, comment="Requests, where its door has counted them"),
+    sa.Column("deleted_at", sa.Double, comment="When its customer deleted it: the message batches show it no more"),
     sa.Column("window_asked", sa.String(16), comment="The window in the customer's words, where the API was asked"),
     sa.Column("output_expires_seconds", sa.Integer, comment="After its end: how long the API gives out its files"),
 )
