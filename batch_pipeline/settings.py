@@ -203,6 +203,8 @@ class Embedded(_Section, frozen=True):
     s3_port: int = 8433
     dagster_port: int = 3333
     code_server_port: int = 4433
+    serve_api: bool = True
+    """Whether the HTTP service is one of its parts; its address is that of [api]."""
 
 
 class Settings(_Section, frozen=True):

@@ -26,12 +26,14 @@ if TYPE_CHECKING:
 @click.command()
 @pass_app
 def up(app: App) -> None:
-    """Start the embedded stack (S3 server, Dagster) in the background and print its addresses."""
+    """Start the embedded stack (S3 server, HTTP service, Dagster) in the background and print its addresses."""
     from batch_pipeline.embedded.stack import Stack
 
     addresses = Stack(app.settings, app.config_file).up(say=_note)
     click.echo(f"Dagster UI   {addresses.dagster}")
     click.echo(f"S3           {addresses.object_store}")
+    if addresses.api is not None:
+        click.echo(f"API          {addresses.api}/v1 (`batch-pipeline customers keys add CUSTOMER` makes a key)")
     click.echo(f"drop files   {addresses.inbox}CUSTOMER/NAME.jsonl")
     click.echo(f"logs         {addresses.logs}")
     click.echo("`batch-pipeline down` stops it")

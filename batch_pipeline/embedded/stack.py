@@ -1,7 +1,7 @@
-"""The embedded stack: the object store and Dagster on this machine, started and ended as one.
+"""The embedded stack: the object store, the HTTP service and Dagster on this machine, started and ended as one.
 
-    up:    object store ─> code server ─> webserver ─> (limits of pools, lost runs) ─> daemon
-    down:  daemon ─> runs in progress ─> webserver ─> code server ─> object store
+    up:    object store ─> HTTP service ─> code server ─> webserver ─> (limits of pools, lost runs) ─> daemon
+    down:  daemon ─> runs in progress ─> webserver ─> code server ─> HTTP service ─> object store
 
 Each part runs in the background with its log in `DATA_DIR/logs` and its pid file in `DATA_DIR/run`. One `up` or `down`
 at a time: both hold a lock file. The daemon comes last and goes first, because it is what launches runs.
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from batch_pipeline.embedded.api_service import api_service, api_url
 from batch_pipeline.embedded.dagster_client import DagsterClient
 from batch_pipeline.embedded.dagster_services import (
     DEFINITIONS,
@@ -50,6 +51,8 @@ class Addresses:
     inbox: str
     """Where files are dropped: s3://BUCKET/inbox/CUSTOMER/NAME.jsonl."""
     logs: Path
+    api: str | None = None
+    """The HTTP service, without `/v1`; null where it is none of the parts."""
 
 
 class Stack:
@@ -69,12 +72,14 @@ class Stack:
             settings, self._home, *places, environment=environment, definitions=definitions
         )
         self._store = s3_service(settings.store, self._data / "s3", *places) if _is_ours(settings) else None
+        self._api = api_service(settings, *places, environment=environment) if settings.embedded.serve_api else None
         self._dagster = DagsterClient(webserver_url(settings))
 
     @property
     def services(self) -> list[Service]:
         """The parts in the order in which they are started."""
-        return [*([self._store] if self._store else []), self._code, self._web, self._daemon]
+        first = [service for service in (self._store, self._api) if service is not None]
+        return [*first, self._code, self._web, self._daemon]
 
     def addresses(self) -> Addresses:
         """Return where the parts are, whether they run or not."""
@@ -84,6 +89,7 @@ class Stack:
             object_store=store.endpoint_url or f"AWS S3 in {store.region}",
             inbox=f"s3://{store.bucket}/inbox/",
             logs=self._data / "logs",
+            api=None if self._api is None else api_url(self._settings),
         )
 
     def running(self) -> dict[str, int | None]:
@@ -124,7 +130,7 @@ class Stack:
                     self._end_runs(say)
                 except OperatorError as error:
                     say(f"runs in progress will be killed, since Dagster cannot be asked to end them: {error}")
-            for service in (self._web, self._code, self._store):
+            for service in (self._web, self._code, self._api, self._store):
                 found = (self._stop(service, say) if service is not None else False) or found
             if not found:
                 say("nothing was running")
@@ -138,6 +144,8 @@ class Stack:
         if self._store is not None:
             self._start(self._store, started, say)
             self._store.wait_ready()
+        if self._api is not None:
+            self._start(self._api, started, say)
         prepare_home(self._settings, self._home)
         if self._code.process() is None:
             # Until the lost runs are cancelled nothing may launch others: they would be taken for lost as well.
@@ -155,6 +163,9 @@ class Stack:
             self._cancel_lost_runs(say)
         self._start(self._daemon, started, say)
         self._daemon.wait_ready()
+        if self._api is not None:
+            # It starts beside Dagster's parts, which take longer.
+            self._api.wait_ready()
 
     def _start(self, service: Service, started: list[Service], say: Say) -> None:
         if service.process() is None:
@@ -174,6 +185,8 @@ class Stack:
             (self._code, {embedded.code_server_port: "embedded.code_server_port"}),
             (self._web, {embedded.dagster_port: "embedded.dagster_port"}),
         ]
+        if self._api is not None:
+            ports.append((self._api, {self._settings.api.port: "api.port"}))
         if self._store is not None:
             setting = "embedded.s3_port and store.endpoint_url"
             ports.append((self._store, {embedded.s3_port: setting, embedded.s3_port + TWIN_OFFSET: setting}))

@@ -18,11 +18,11 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 def stack_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo's configuration with ports and folders of its own, in a file that every service reads."""
     folder = tmp_path_factory.mktemp("stack")
-    s3, web, code = free_ports(3)
+    s3, web, code, api = free_ports(4)
     text = (REPOSITORY / "batch-pipeline.toml").read_text(encoding="utf-8")
     text = text.replace("127.0.0.1:8433", f"127.0.0.1:{s3}")
     text = text.replace('source = "var/', f'source = "{REPOSITORY}/var/')
-    text += f"\n[embedded]\ns3_port = {s3}\ndagster_port = {web}\ncode_server_port = {code}\n"
+    text += f"\n[embedded]\ns3_port = {s3}\ndagster_port = {web}\ncode_server_port = {code}\n[api]\nport = {api}\n"
     file = folder / "batch-pipeline.toml"
     file.write_text(text, encoding="utf-8")
     return file

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import psutil
 import pytest
@@ -46,14 +48,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def stack_settings(folder: Path) -> configuration.Settings:
-    s3, ui, code = free_ports(3)
-    return configuration.Settings(
+    s3, ui, code, api = free_ports(4)
+    settings = configuration.Settings(
         store=configuration.Store(
             endpoint_url=f"http://{LOOPBACK}:{s3}", access_key_id="key", secret_access_key="secret"
         ),
         embedded=configuration.Embedded(data_dir=str(folder), s3_port=s3, dagster_port=ui, code_server_port=code),
+        api=configuration.Api(port=api),
         models={"test-model": Model(source="nowhere", context_length=1, pool_limit=1)},
     )
+    # The HTTP service reads a file, as every part does in earnest.
+    lines = []
+    for table in ("store", "api", "embedded"):
+        values = msgspec.to_builtins(getattr(settings, table))
+        fields = [f"{name} = {json.dumps(value)}" for name, value in values.items() if value is not None]
+        lines += [f"[{table}]", *fields]
+    config_of(folder).write_text("\n".join(lines), encoding="utf-8")
+    return settings
+
+
+def config_of(folder: Path) -> Path:
+    return folder / "batch-pipeline.toml"
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +76,7 @@ def stack(stack_settings: configuration.Settings, folder: Path) -> Iterator[Stac
     patch = pytest.MonkeyPatch()
     patch.setenv("PYTHONPATH", str(Path(__file__).parent))
     patch.setenv("HOLD_FOLDER", str(folder))
-    stack = Stack(stack_settings, definitions=DEFINITIONS)
+    stack = Stack(stack_settings, config_of(folder), definitions=DEFINITIONS)
     yield stack
     stack.down()
     patch.undo()
@@ -86,10 +101,12 @@ def test_up_starts_all_parts_on_loopback_and_again_starts_none(
     said: list[str] = []
     addresses = stack.up(said.append)
     assert said == [
-        f"starting {s}" for s in ("seaweedfs", "dagster-code-server", "dagster-webserver", "dagster-daemon")
+        f"starting {s}" for s in ("seaweedfs", "api", "dagster-code-server", "dagster-webserver", "dagster-daemon")
     ]
     assert DagsterClient(addresses.dagster).sick_daemons() == []
     ObjectStore.open(stack_settings.store).put("key", b"value")
+    assert addresses.api == f"http://{LOOPBACK}:{stack_settings.api.port}"
+    assert httpx.get(f"{addresses.api}/readyz", timeout=30).json() == {"ready": True, "missing": []}
     before = stack.running()
     said.clear()
     stack.up(said.append)
@@ -100,7 +117,7 @@ def test_up_starts_all_parts_on_loopback_and_again_starts_none(
         assert hosts <= {LOOPBACK, f"::ffff:{LOOPBACK}"}, process.cmdline()
 
 
-@pytest.mark.parametrize("name", ["dagster-daemon", "dagster-code-server", "seaweedfs"])
+@pytest.mark.parametrize("name", ["dagster-daemon", "dagster-code-server", "seaweedfs", "api"])
 def test_part_that_was_killed_is_started_again_and_others_go_on(stack: Stack, name: str) -> None:
     stack.up()
     before = stack.running()
@@ -180,7 +197,7 @@ def test_down_ends_everything_also_where_the_webserver_hangs(stack: Stack, monke
 def test_code_that_does_not_load_is_shown_and_nothing_is_left_running(
     stack_settings: configuration.Settings, folder: Path
 ) -> None:
-    broken = Stack(stack_settings, definitions="no_such_module")
+    broken = Stack(stack_settings, config_of(folder), definitions="no_such_module")
     with pytest.raises(OperatorError, match="No module named 'no_such_module'"):
         broken.up()
     assert set(broken.running().values()) == {None}
@@ -226,3 +243,10 @@ def test_endpoint_and_port_that_disagree_are_refused(stack_settings: configurati
 def test_object_store_elsewhere_is_not_started(stack_settings: configuration.Settings) -> None:
     elsewhere = msgspec.structs.replace(stack_settings, store=configuration.Store(endpoint_url=None))
     assert "seaweedfs" not in Stack(elsewhere).running()
+
+
+def test_the_http_service_may_be_left_out(stack_settings: configuration.Settings) -> None:
+    embedded = msgspec.structs.replace(stack_settings.embedded, serve_api=False)
+    without = Stack(msgspec.structs.replace(stack_settings, embedded=embedded))
+    assert "api" not in without.running()
+    assert without.addresses().api is None
