@@ -17,12 +17,14 @@ from openai.types import Batch
 
 from batch_pipeline.intake import drop
 from batch_pipeline.ledger import Ledger, schema
-from batch_pipeline.results import outbox
+from batch_pipeline.results import merge, outbox
 from batch_pipeline.results.verify import verify
 from batch_pipeline.settings import Settings
 from batch_pipeline.store import ObjectStore, keys
+from tests.fakes import engine as fake_engine
 from tests.fakes import service
-from tests.fakes.openai_client import CHAT, MODEL, Run, create, line, upload
+from tests.fakes.openai_client import CHAT, MODEL, Run, create, line, upload, validate
+from tests.fakes.workers import attached, make_worker, quick
 
 
 def test_a_batch_goes_from_upload_to_results(
@@ -118,6 +120,36 @@ def test_cancel_keeps_what_is_finished_and_after_the_end_is_an_error(
     assert codes == ["batch_cancelled"] * 2
     with pytest.raises(openai.BadRequestError, match="cancelled already"):
         client.batches.cancel(batch.id)
+
+
+def test_cancels_and_polls_that_race_agree_on_one_story(
+    client: openai.OpenAI, ledger: Ledger, store: ObjectStore, settings: Settings
+) -> None:
+    batch = create(client, b"".join(line(str(number)) for number in range(200)))
+    validate(batch.id, ledger, store, settings)
+    order = ["in_progress", "cancelling", "finalizing", "cancelled", "completed"]
+    stories: list[list[int]] = []
+
+    def poll(number: int) -> None:
+        story: list[int] = []
+        stories.append(story)
+        while not story or story[-1] < order.index("finalizing"):
+            if number == 0 and ledger.batches.lanes(batch.id)[0].completed:
+                client.batches.cancel(batch.id)
+            story.append(order.index(client.batches.retrieve(batch.id).status))
+
+    with fake_engine.running("--delay", "0.05") as fake, ThreadPoolExecutor(6) as pool:
+        polls = [pool.submit(poll, number) for number in range(6)]
+        make_worker(ledger, store, quick(settings, model={"max_in_flight": 8}), attached(fake.url)).run()
+        for each in polls:
+            each.result()
+    merge.merge(batch.id, ledger=ledger, store=store, settings=settings, run_id="merge")
+    assert all(story == sorted(story) for story in stories)
+    done = client.batches.retrieve(batch.id)
+    assert done.status in ("cancelled", "completed")
+    texts = [client.files.content(each).text for each in (done.output_file_id, done.error_file_id) if each]
+    labels = [json.loads(entry)["custom_id"] for text in texts for entry in text.splitlines()]
+    assert sorted(labels, key=int) == [str(number) for number in range(200)]
 
 
 def test_a_poll_never_sees_completed_before_the_files(client: openai.OpenAI, run: Run) -> None:
@@ -410,7 +442,7 @@ def test_two_hundred_uploads_and_polls_at_once_lose_nothing(client: openai.OpenA
         client.batches.retrieve(batch.id)
         return batch.id, client.files.content(batch.input_file_id).text
 
-    with ThreadPoolExecutor(32) as pool:
+    with ThreadPoolExecutor(200) as pool:
         made = list(pool.map(one, range(200)))
     assert [json.loads(text)["custom_id"] for _, text in made] == [f"request-{number}" for number in range(200)]
     assert {batch.id for batch in client.batches.list(limit=100)} == {batch_id for batch_id, _ in made}
