@@ -57,7 +57,7 @@ def workload(size: int) -> list[Dropped]:
         Dropped("acme", "endless", 4 * size, cancel_after=0.9),
         Dropped("acme", "notes", size // 4),
         Dropped("globex", "invoices", size // 2),
-        Dropped("globex", "hurried", size, window="70s"),
+        Dropped("globex", "hurried", size, window="110s"),
         Dropped("initech", "tickets", size // 8),
         Dropped("initech", "few", 40),
     ]
