@@ -15,7 +15,7 @@ from batch_pipeline.intake import options
 from batch_pipeline.intake.stored import Source, Wish, creation_key, made_before, submit_stored
 from batch_pipeline.ledger.files import INPUT
 from batch_pipeline.ledger.records import Batch, Door
-from batch_pipeline.results.status import current_status
+from batch_pipeline.results.status import status_at
 from batch_pipeline.wire import codes
 
 router = APIRouter(prefix="/v1/batches", tags=["OpenAI: batches"])
@@ -93,9 +93,8 @@ def cancel_batch(batch_id: str, caller: Authenticated, services: Shared) -> Batc
 
 def shown(batch: Batch, services: Services) -> BatchObject:
     """Return a batch, of which the caller is the owner, as it is now."""
-    document = current_status(batch.batch_id, ledger=services.ledger, settings=services.settings)
-    # The keys of its files may have come since the batch was read.
-    return batch_object(services.ledger.batches.get(batch.batch_id), document)
+    moment = services.ledger.batches.moment(batch.batch_id)
+    return batch_object(moment.batch, status_at(moment, ledger=services.ledger, settings=services.settings))
 
 
 def _wish(body: CreateBatch, services: Services, idempotency_key: str | None) -> Wish:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import sqlalchemy as sa
@@ -36,6 +36,21 @@ from batch_pipeline.ledger.webhooks import queue_deliveries
 from batch_pipeline.settings import Limits
 
 _STOPPED_STATE = {BatchStatus.CANCELLED: ChunkState.CANCELLED, BatchStatus.EXPIRED: ChunkState.EXPIRED}
+
+
+# Built once: a status is read for every poll, and for every open batch every few seconds.
+_BATCH = rows.BATCH.where(batches.c.batch_id == sa.bindparam("of_batch"))
+_REVISION = sa.select(batches.c.revision).where(batches.c.batch_id == sa.bindparam("of_batch"))
+_LANES = rows.LANE.where(lanes.c.batch_id == sa.bindparam("of_batch")).order_by(lanes.c.model)
+_ARCHIVED = sa.select(batches.c.archived_lanes).where(batches.c.batch_id == sa.bindparam("of_batch"))
+
+
+class Moment(NamedTuple):
+    """A batch and its progress, one lane for each of its models, as they were at one moment of the database's clock."""
+
+    batch: Batch
+    lanes: list[Lane]
+    now: float
 
 
 class Batches:
@@ -294,30 +309,39 @@ class Batches:
         with self._database.read() as tx:
             return [rows.batch(row) for row in tx.connection.execute(query)]
 
+    def moment(self, batch_id: str) -> Moment:
+        """Return a batch and its progress as they are at one moment. Raises NotFound."""
+        with self._database.read() as tx:
+            batch = _get(tx, batch_id)
+            while True:
+                found = _lanes(tx, batch_id)
+                revision = tx.connection.execute(_REVISION, {"of_batch": batch_id}).scalar_one()
+                if revision == batch.revision:
+                    return Moment(batch, found, tx.now)
+                batch = _get(tx, batch_id)
+
     def lanes(self, batch_id: str) -> list[Lane]:
         """Return a batch's progress, one lane for each of its models; as it was, where its chunks have left."""
-        archived = sa.select(batches.c.archived_lanes).where(batches.c.batch_id == batch_id)
         with self._database.read() as tx:
-            found = tx.connection.execute(rows.LANE.where(lanes.c.batch_id == batch_id).order_by(lanes.c.model)).all()
-            if found:
-                return [rows.lane(row) for row in found]
-            return rows.archived_lanes(tx.connection.execute(archived).scalar_one_or_none())
+            return _lanes(tx, batch_id)
 
     def awaiting_intake(self, limit: int) -> list[Batch]:
-        """Return batches whose intake has not been recorded and whose next run may be requested now, oldest first."""
+        """Return batches whose intake has not been recorded and whose next run may be requested now (see `_due`)."""
         return self._due(
             batches.c.status.in_([BatchStatus.VALIDATING, BatchStatus.CANCELLING]) & batches.c.input_sha256.is_(None),
             limit,
         )
 
     def awaiting_merge(self, limit: int) -> list[Batch]:
-        """Return batches whose files can be assembled and whose next run may be requested now, oldest first."""
+        """Return batches whose files can be assembled and whose next run may be requested now (see `_due`)."""
         failed = (batches.c.status == BatchStatus.VALIDATING) & (batches.c.outcome == BatchStatus.FAILED)
         return self._due((batches.c.status == BatchStatus.FINALIZING) | failed, limit)
 
     def _due(self, where: sa.ColumnElement[bool], limit: int) -> list[Batch]:
+        """Return each customer's oldest, then each one's second, and so on; cost: a sort of those that are due."""
+        turn = sa.func.row_number().over(partition_by=batches.c.customer, order_by=batches.c.created_at)
         # The first condition is the index's own, so that finished batches are never looked at.
-        query = rows.BATCH.where(is_open, where).order_by(batches.c.created_at).limit(limit)
+        query = rows.BATCH.where(is_open, where).order_by(turn, batches.c.created_at).limit(limit)
         with self._database.read() as tx:
             found = tx.connection.execute(query.where(batches.c.run_due_at <= tx.now))
             return [rows.batch(row) for row in found]
@@ -370,8 +394,15 @@ class Batches:
             tx.connection.execute(batches.update().where(batches.c.batch_id == batch_id).values(published=shown))
 
 
+def _lanes(tx: Transaction, batch_id: str) -> list[Lane]:
+    found = tx.connection.execute(_LANES, {"of_batch": batch_id}).all()
+    if found:
+        return [rows.lane(row) for row in found]
+    return rows.archived_lanes(tx.connection.execute(_ARCHIVED, {"of_batch": batch_id}).scalar_one_or_none())
+
+
 def _get(tx: Transaction, batch_id: str) -> Batch:
-    row = tx.connection.execute(rows.BATCH.where(batches.c.batch_id == batch_id)).one_or_none()
+    row = tx.connection.execute(_BATCH, {"of_batch": batch_id}).one_or_none()
     if row is None:
         raise NotFound(f"no batch {batch_id}")
     return rows.batch(row)

@@ -11,6 +11,7 @@ from decimal import Decimal
 import msgspec
 
 from batch_pipeline.ledger import Ledger
+from batch_pipeline.ledger.batches import Moment
 from batch_pipeline.ledger.records import Batch, BatchError, BatchStatus, Lane
 from batch_pipeline.ledger.usage import total_cost
 from batch_pipeline.plain import printable
@@ -127,17 +128,15 @@ class StatusDocument(msgspec.Struct, frozen=True, kw_only=True):
 def current_status(batch_id: str, *, ledger: Ledger, settings: Settings, folder: str | None = None) -> StatusDocument:
     """Return the batch's status as the ledger has it now. `folder` names the files' place in the outbox.
 
-    Raises NotFound. The batch and its progress are of one moment: it is read again where the batch changed in between.
+    Raises NotFound. The batch and its progress are of one moment.
     """
-    as_of = ledger.now()
-    batch = ledger.batches.get(batch_id)
-    while True:
-        lanes = ledger.batches.lanes(batch_id)
-        again = ledger.batches.get(batch_id)
-        if again.revision == batch.revision:
-            break
-        batch = again
-    reason = explain(_situation(again, lanes, ledger, as_of, settings))
+    return status_at(ledger.batches.moment(batch_id), ledger=ledger, settings=settings, folder=folder)
+
+
+def status_at(moment: Moment, *, ledger: Ledger, settings: Settings, folder: str | None = None) -> StatusDocument:
+    """Return the status of a batch as it was at a moment, with what it waited for a moment later."""
+    batch, lanes, as_of = moment
+    reason = explain(_situation(batch, lanes, ledger, as_of, settings))
     # A worker's detail may repeat what an engine has said or logged.
     reason = None if reason is None else printable(reason, kept="")
     finish = estimate_finish(
@@ -147,7 +146,7 @@ def current_status(batch_id: str, *, ledger: Ledger, settings: Settings, folder:
         total=batch.total - batch.invalid,
     )
     estimate = None if batch.status.is_final else finish
-    charges = ledger.usage.of(batch_id) if batch.status.is_final else []
+    charges = ledger.usage.of(batch.batch_id) if batch.status.is_final else []
     cost = total_cost(charges) if charges else _cost(lanes, settings)
     return batch_object(batch, lanes, reason, estimate, cost=cost, as_of=as_of, folder=folder or batch.name)
 
@@ -206,7 +205,7 @@ def batch_object(
 
 def _situation(batch: Batch, lanes: Sequence[Lane], ledger: Ledger, now: float, settings: Settings) -> Situation:
     over = batch.status.is_final
-    workers = [] if over else ledger.workers.of_models(batch.models)
+    workers = [] if over or not batch.models else ledger.workers.of_models(batch.models)
     return Situation(
         status=batch.status,
         outcome=batch.outcome,

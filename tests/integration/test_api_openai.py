@@ -26,6 +26,10 @@ from tests.fakes import service
 from tests.fakes.openai_client import CHAT, MODEL, Run, create, line, upload, validate
 from tests.fakes.workers import attached, make_worker, quick
 
+one_ledger = pytest.mark.parametrize("ledger_url", ["sqlite"], indirect=True)
+"""Of tests that are about bytes and words: which database there is does not matter to them."""
+postgres = pytest.mark.parametrize("ledger_url", ["postgres"], indirect=True)
+
 
 def test_a_batch_goes_from_upload_to_results(
     client: openai.OpenAI, run: Run, ledger: Ledger, store: ObjectStore
@@ -80,6 +84,7 @@ def test_a_batch_of_which_all_requests_fail_completes_without_an_output_file(cli
     assert len(client.files.content(done.error_file_id).text.splitlines()) == 2
 
 
+@one_ledger
 def test_bad_content_is_found_in_validating_and_not_at_creation(client: openai.OpenAI, run: Run) -> None:
     for data, code in (
         (b"", "empty_batch"),
@@ -98,6 +103,7 @@ def test_bad_content_is_found_in_validating_and_not_at_creation(client: openai.O
         assert code in [error.code for error in failed.errors.data]
 
 
+@one_ledger
 def test_a_strict_batch_fails_for_one_bad_line(client: openai.OpenAI, run: Run) -> None:
     batch = create(client, line("a") + b"{bad\n", extra_body={"on_invalid": "fail"})
     run(batch.id)
@@ -197,6 +203,7 @@ def test_the_same_creation_twice_with_one_key_is_one_batch(client: openai.OpenAI
         )
 
 
+@one_ledger
 def test_names_in_camel_case_are_taken(served: service.Running, client: openai.OpenAI) -> None:
     body = {
         "inputFileId": upload(client, line("a")).id,
@@ -208,6 +215,7 @@ def test_names_in_camel_case_are_taken(served: service.Running, client: openai.O
     assert (answer.status_code, answer.json()["completion_window"]) == (200, "90m")
 
 
+@one_ledger
 def test_a_window_is_given_back_as_it_was_asked_for(client: openai.OpenAI) -> None:
     for window in ("1h", "24h", "168h", "7d", "5400s"):
         assert create(client, line("a"), completion_window=window).completion_window == window
@@ -233,6 +241,7 @@ UNGRANTABLE: list[tuple[dict[str, Any], str]] = (
 )
 
 
+@one_ledger
 def test_a_creation_that_cannot_be_granted_says_why(client: openai.OpenAI) -> None:
     for changes, said in UNGRANTABLE:
         with pytest.raises(openai.BadRequestError, match=said) as refused:
@@ -288,6 +297,7 @@ def test_a_batch_runs_on_the_bytes_that_were_there_when_it_was_created(
     assert (done.status, done.input_file_id) == ("completed", file.id)
 
 
+@one_ledger
 def test_large_files_go_through_in_parts_and_come_back_the_same(
     client: openai.OpenAI, store: ObjectStore, served: service.Running
 ) -> None:
@@ -316,6 +326,7 @@ def test_large_files_go_through_in_parts_and_come_back_the_same(
     assert (beyond.status_code, beyond.headers["content-range"]) == (416, f"bytes */{len(data)}")
 
 
+@one_ledger
 def test_an_upload_that_cannot_be_taken_leaves_nothing_behind(
     client: openai.OpenAI, served: service.Running, ledger: Ledger, store: ObjectStore
 ) -> None:
@@ -341,6 +352,7 @@ def test_an_upload_that_cannot_be_taken_leaves_nothing_behind(
     assert list(store.uploads(keys.FILES)) == []
 
 
+@one_ledger
 def test_a_file_may_have_any_name(client: openai.OpenAI) -> None:
     for name, shown in (
         ("Anfragen für März.jsonl", "Anfragen für März.jsonl"),
@@ -352,6 +364,7 @@ def test_a_file_may_have_any_name(client: openai.OpenAI) -> None:
         assert upload(client, line("a"), name).filename == shown
 
 
+@one_ledger
 def test_a_file_may_come_in_parts(client: openai.OpenAI, store: ObjectStore) -> None:
     parts = [b"a" * (5 * 1024 * 1024 + 1), b"b" * 1000, b"c" * (6 * 1024 * 1024)]
     data = b"".join(parts)
@@ -378,6 +391,7 @@ def test_a_file_may_come_in_parts(client: openai.OpenAI, store: ObjectStore) -> 
         client.uploads.parts.create(begun.id, data=b"x")
 
 
+@one_ledger
 def test_parts_are_compared_with_an_md5_and_a_cancelled_upload_is_gone(
     client: openai.OpenAI, store: ObjectStore
 ) -> None:
@@ -436,6 +450,7 @@ def test_limits_are_told_with_their_figures(client: openai.OpenAI, run: Run, led
     assert [error.code for error in failed.errors.data] == ["token_limit_exceeded"]
 
 
+@postgres
 def test_two_hundred_uploads_and_polls_at_once_lose_nothing(client: openai.OpenAI) -> None:
     def one(number: int) -> tuple[str, str]:
         batch = create(client, line(f"request-{number}"))

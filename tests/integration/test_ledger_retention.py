@@ -94,18 +94,32 @@ def test_chunks_with_leftovers_are_those_with_an_attempt_in_vain(ledger: Ledger,
 def test_tables_of_the_first_version_are_brought_up_to_date(ledger_url: str, clock: SteppedClock) -> None:
     ledger = Ledger.open(ledger_url, clock=clock)
     batch = submitted(ledger, "one")
-    new = ("archived_at", "archived_lanes", "work_removed_at", "files_removed_at", "stored")
+    indexes = (
+        "batches_unarchived",
+        "batches_with_work",
+        "batches_with_objects",
+        "batches_by_end",
+        "batches_open_by_customer",
+    )
+    of_batches = ("archived_at", "archived_lanes", "work_removed_at", "files_removed_at", "stored", "enqueued")
+    of_customers = ("max_requests", "max_open_batches", "max_enqueued_tokens")
     with ledger._database.write() as tx:
-        for index in ("batches_unarchived", "batches_with_work", "batches_with_objects", "batches_by_end"):
+        for index in indexes:
             tx.connection.execute(sa.text(f"DROP INDEX {index}"))
-        for column in new:
-            tx.connection.execute(sa.text(f"ALTER TABLE batches DROP COLUMN {column}"))
+        for table, columns in (("batches", of_batches), ("customers", of_customers)):
+            for column in columns:
+                tx.connection.execute(sa.text(f"ALTER TABLE {table} DROP COLUMN {column}"))
+        for table in ("files", "api_keys", "quotas"):
+            tx.connection.execute(sa.text(f"DROP TABLE {table}"))
         tx.connection.execute(schema.schema_info.update().values(version=1))
     ledger.close()
     upgraded = Ledger.open(ledger_url, clock=clock)
     assert upgraded.batches.get(batch.batch_id) == batch
     assert upgraded.retention.to_archive(clock.time, 10) == []
     names = {index["name"] for index in sa.inspect(upgraded._database.engine).get_indexes("batches")}
-    assert {"batches_unarchived", "batches_with_work", "batches_with_objects", "batches_by_end"} <= names
+    assert set(indexes) <= names
+    # What was there before holds nothing, and gives nothing back.
+    assert upgraded.batches.cancel(batch.batch_id).status == "finalizing"
+    assert upgraded.quotas.kept() == upgraded.quotas.recount() == {}
     Ledger.open(ledger_url, clock=clock).close()
     upgraded.close()
