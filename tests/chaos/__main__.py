@@ -23,7 +23,7 @@ def run(folder: Path, kills: int, seed: int, *, long: bool = False) -> Outcome:
     """Make one chaos run in an empty folder, which afterwards holds the logs of all parts."""
     plan = make_plan(kills, seed, LONG if long else SHORT, _PAUSE_SECONDS)
     chaos = Chaos(folder, workload(kills * _REQUESTS_A_KILL), plan, _say)
-    return chaos.run(limit_seconds=600.0)
+    return chaos.run(limit_seconds=1200.0)
 
 
 def main() -> int:
