@@ -119,6 +119,8 @@ class PostgresServer:
         except FileNotFoundError:
             return "postmaster.pid"
         process = self._service.process() if self._service is not None else None
+        if not lines:
+            return "the first line of postmaster.pid"
         if process is None or lines[0] != str(process.pid):
             return "a new postmaster.pid; the one there is of a server that was killed"
         status = lines[_STATUS_LINE].strip() if len(lines) > _STATUS_LINE else "nothing yet"

@@ -79,6 +79,13 @@ def test_s3_server_without_keys_is_not_started(tmp_path: Path) -> None:
         seaweedfs.s3_service(open_to_all, tmp_path, tmp_path, tmp_path)
 
 
+def test_postgres_whose_pid_file_is_just_being_written_is_not_ready_yet(tmp_path: Path) -> None:
+    server = postgres.PostgresServer(tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "postmaster.pid").touch()
+    assert server._waits_for() == "the first line of postmaster.pid"
+
+
 def test_postgres_keeps_committed_rows_through_kill_and_ends_with_its_block(tmp_path: Path) -> None:
     server = postgres.PostgresServer(tmp_path)
     with server as url:
