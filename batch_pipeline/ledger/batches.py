@@ -14,8 +14,9 @@ import msgspec
 import sqlalchemy as sa
 
 from batch_pipeline.errors import NotAllowedInState, NotFound, ProofFailed
-from batch_pipeline.ledger import events, files, quotas, records, rows, tallies
+from batch_pipeline.ledger import events, files, quotas, records, rows
 from batch_pipeline.ledger.database import Database, Transaction
+from batch_pipeline.ledger.ending import end
 from batch_pipeline.ledger.records import Batch, BatchStatus, ChunkState, Lane, OnInvalid
 from batch_pipeline.ledger.schema import batches, chunks, is_open, is_undecided, is_unshown, lanes
 from batch_pipeline.ledger.transitions import (
@@ -31,8 +32,7 @@ from batch_pipeline.ledger.transitions import (
     stop_pending,
     update_batch,
 )
-from batch_pipeline.ledger.usage import Charge, charge
-from batch_pipeline.ledger.webhooks import queue_deliveries
+from batch_pipeline.ledger.usage import Charge
 from batch_pipeline.settings import Limits
 
 _STOPPED_STATE = {BatchStatus.CANCELLED: ChunkState.CANCELLED, BatchStatus.EXPIRED: ChunkState.EXPIRED}
@@ -250,9 +250,7 @@ class Batches:
             if batch is None:
                 raise NotFound(f"no batch {batch_id}")
             if not BatchStatus(batch.status).is_final:
-                _finish(tx, batch, final, run_id, actor)
-                charge(tx, batch_id, charges)
-                tallies.count(tx, _ended(batch, final))
+                end(tx, batch, final, charges, run_id=run_id, actor=actor)
             return _get(tx, batch_id)
 
     def get(self, batch_id: str, *, customer: str | None = None) -> Batch:
@@ -408,19 +406,6 @@ def _get(tx: Transaction, batch_id: str) -> Batch:
     return rows.batch(row)
 
 
-def _ended(batch: Any, files: records.FinalFiles) -> dict[str, int]:
-    """Return what a batch that has ended adds to the totals."""
-    requests = {name: getattr(files, name) for name in ("completed", "failed", "expired", "cancelled")}
-    return {
-        f"{tallies.ENDED}{batch.outcome}": 1,
-        **{f"{tallies.REQUESTS}{result}": count for result, count in requests.items()},
-        f"{tallies.REQUESTS}invalid": batch.invalid,
-        f"{tallies.TOKENS}input": files.input_tokens,
-        f"{tallies.TOKENS}cached": files.cached_tokens,
-        f"{tallies.TOKENS}output": files.output_tokens,
-    }
-
-
 def _prompt_tokens(new: Sequence[records.NewChunk]) -> Counter[str]:
     """Return the prompt tokens of chunks by model."""
     tokens: Counter[str] = Counter()
@@ -454,24 +439,3 @@ def _insert_chunks(tx: Transaction, batch: Any, new: list[records.NewChunk], sta
         )
     for model, floor in floors.items():
         join_queue(tx, batch.customer, model, floor)
-
-
-def _finish(tx: Transaction, batch: Any, final: records.FinalFiles, run_id: str | None, actor: str) -> None:
-    mergeable = batch.status == BatchStatus.FINALIZING or (
-        batch.status == BatchStatus.VALIDATING and batch.outcome == BatchStatus.FAILED
-    )
-    if not mergeable:
-        raise NotAllowedInState(f"batch {batch.batch_id} is {batch.status}: some of its chunks have not stopped yet")
-    counted = final.completed + final.failed + final.expired + final.cancelled + batch.invalid
-    if counted != batch.total:
-        raise ProofFailed([f"the files of {batch.batch_id} account for {counted} requests of {batch.total}"])
-    counts = msgspec.structs.asdict(final)
-    del counts["output_bytes"], counts["error_bytes"]
-    update_batch(tx, batch.batch_id, status=batch.outcome, ended_at=tx.now, merge_run_id=run_id, **counts)
-    files.insert_results(tx, batch, final)
-    detail = (
-        f"{final.completed} completed, {final.failed} failed, {final.expired} expired, "
-        f"{final.cancelled} cancelled, {batch.invalid} invalid"
-    )
-    events.record(tx, batch.batch_id, batch.outcome, actor, run_id=run_id, detail=detail)
-    queue_deliveries(tx, batch.batch_id, batch.customer, batch.outcome)

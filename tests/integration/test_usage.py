@@ -244,7 +244,7 @@ def test_bill_and_final_status_are_one_transaction(office: Office, monkeypatch: 
         raise ProofFailed(["killed here"])
 
     with monkeypatch.context() as patch:
-        patch.setattr("batch_pipeline.ledger.batches.charge", fail)
+        patch.setattr("batch_pipeline.ledger.ending.charge", fail)
         with pytest.raises(ProofFailed):
             office.merge(batch.batch_id)
     assert not office.ledger.batches.get(batch.batch_id).status.is_final

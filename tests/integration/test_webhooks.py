@@ -151,7 +151,7 @@ def test_event_and_final_status_are_one_transaction(ledger: Ledger, monkeypatch:
         raise ProofFailed(["killed here"])
 
     with monkeypatch.context() as patch:
-        patch.setattr("batch_pipeline.ledger.batches.tallies.count", fail)
+        patch.setattr("batch_pipeline.ledger.ending.tallies.count", fail)
         with pytest.raises(ProofFailed):
             ledger.batches.finish(batch_id, counted(ledger.batches.get(batch_id), ledger.chunks.of(batch_id)))
     assert rows(ledger) == []

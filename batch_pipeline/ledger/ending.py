@@ -1,0 +1,64 @@
+"""The end of a batch: final status, files, bill, the news of it and the totals, all in one transaction (I6)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from batch_pipeline.errors import NotAllowedInState, ProofFailed
+from batch_pipeline.ledger import events, files, records, tallies
+from batch_pipeline.ledger.database import Transaction
+from batch_pipeline.ledger.records import BatchStatus
+from batch_pipeline.ledger.transitions import update_batch
+from batch_pipeline.ledger.usage import Charge, charge
+from batch_pipeline.ledger.webhooks import queue_deliveries
+
+
+def end(
+    tx: Transaction,
+    batch: Any,
+    final: records.FinalFiles,
+    charges: Sequence[Charge],
+    *,
+    run_id: str | None,
+    actor: str,
+) -> None:
+    """finalizing -> completed | expired | cancelled, and validating -> failed; `batch` is the locked row.
+
+    Raises NotAllowedInState while its chunks have not stopped, ProofFailed where the counts do not add up (I7).
+    """
+    mergeable = batch.status == BatchStatus.FINALIZING or (
+        batch.status == BatchStatus.VALIDATING and batch.outcome == BatchStatus.FAILED
+    )
+    if not mergeable:
+        raise NotAllowedInState(f"batch {batch.batch_id} is {batch.status}: some of its chunks have not stopped yet")
+    counted = final.completed + final.failed + final.expired + final.cancelled + batch.invalid
+    if counted != batch.total:
+        raise ProofFailed([f"the files of {batch.batch_id} account for {counted} requests of {batch.total}"])
+    counts = msgspec.structs.asdict(final)
+    del counts["output_bytes"], counts["error_bytes"]
+    update_batch(tx, batch.batch_id, status=batch.outcome, ended_at=tx.now, merge_run_id=run_id, **counts)
+    files.insert_results(tx, batch, final)
+    detail = (
+        f"{final.completed} completed, {final.failed} failed, {final.expired} expired, "
+        f"{final.cancelled} cancelled, {batch.invalid} invalid"
+    )
+    events.record(tx, batch.batch_id, batch.outcome, actor, run_id=run_id, detail=detail)
+    queue_deliveries(tx, batch.batch_id, batch.customer, batch.outcome)
+    charge(tx, batch.batch_id, charges)
+    tallies.count(tx, _counted(batch, final))
+
+
+def _counted(batch: Any, files: records.FinalFiles) -> dict[str, int]:
+    """Return what a batch that has ended adds to the totals."""
+    requests = {name: getattr(files, name) for name in ("completed", "failed", "expired", "cancelled")}
+    return {
+        f"{tallies.ENDED}{batch.outcome}": 1,
+        **{f"{tallies.REQUESTS}{result}": count for result, count in requests.items()},
+        f"{tallies.REQUESTS}invalid": batch.invalid,
+        f"{tallies.TOKENS}input": files.input_tokens,
+        f"{tallies.TOKENS}cached": files.cached_tokens,
+        f"{tallies.TOKENS}output": files.output_tokens,
+    }
