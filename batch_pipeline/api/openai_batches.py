@@ -68,8 +68,9 @@ def list_batches(
     ] = None,
 ) -> Page[BatchObject]:
     """List batches of every door, newest first."""
-    if idempotency_key is not None:
-        made = services.ledger.batches.by_creation_key(creation_key(Door.API, caller.customer, idempotency_key))
+    key = parameters.idempotency_key(idempotency_key)
+    if key is not None:
+        made = services.ledger.batches.by_creation_key(creation_key(Door.API, caller.customer, key))
         return page_of([] if made is None else [shown(made, services)], limit)
     last = None if after is None else parameters.known_id("batch", after)
     found = services.ledger.batches.page(caller.customer, after=last, limit=limit + 1)

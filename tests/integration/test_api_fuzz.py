@@ -32,8 +32,9 @@ class Target(NamedTuple):
 
 
 @pytest.fixture
-def target(sqlite_url: str, store: ObjectStore, settings: Settings) -> Iterator[Target]:
-    ledger = Ledger.open(sqlite_url)
+def target(postgres_url: str, store: ObjectStore, settings: Settings) -> Iterator[Target]:
+    # Postgres refuses texts that SQLite takes.
+    ledger = Ledger.open(postgres_url)
     key = service.new_key(ledger)
     ledger.customers.set("acme", limits={"requests_per_minute": 1_000_000})
     with (

@@ -221,24 +221,22 @@ def test_a_window_is_given_back_as_it_was_asked_for(client: openai.OpenAI) -> No
         assert create(client, line("a"), completion_window=window).completion_window == window
 
 
-UNGRANTABLE: list[tuple[dict[str, Any], str]] = (
-    [
-        ({"completion_window": "30m"}, "completion window"),
-        ({"completion_window": "soon"}, "completion window"),
-        ({"completion_window": "8d"}, "completion window"),
-        ({"endpoint": "/v1/moderations"}, "endpoint"),
-        ({"metadata": {str(n): "x" for n in range(17)}}, "metadata"),
-        ({"metadata": {"k" * 65: "x"}}, "metadata"),
-        ({"metadata": {"k": "v" * 513}}, "metadata"),
-        ({"metadata": {"k": "a\x00b"}}, "metadata"),
-        ({"output_expires_after": {"anchor": "created_at", "seconds": 60}}, "output_expires_after.seconds"),
-        ({"output_expires_after": {"anchor": "now", "seconds": 3600}}, "output_expires_after.anchor"),
-        ({"extra_body": {"on_invalid": "perhaps"}}, "on_invalid"),
-        ({"extra_body": {"name": "../x"}}, "name"),
-        ({"extra_body": {"input_file_id": None}}, "input_file_id"),
-        ({"extra_headers": {"Idempotency-Key": "x" * 257}}, "Idempotency-Key"),
-    ],
-)
+UNGRANTABLE: list[tuple[dict[str, Any], str]] = [
+    ({"completion_window": "30m"}, "completion window"),
+    ({"completion_window": "soon"}, "completion window"),
+    ({"completion_window": "8d"}, "completion window"),
+    ({"endpoint": "/v1/moderations"}, "endpoint"),
+    ({"metadata": {str(n): "x" for n in range(17)}}, "metadata"),
+    ({"metadata": {"k" * 65: "x"}}, "metadata"),
+    ({"metadata": {"k": "v" * 513}}, "metadata"),
+    ({"metadata": {"k": "a\x00b"}}, "metadata"),
+    ({"output_expires_after": {"anchor": "created_at", "seconds": 60}}, "output_expires_after.seconds"),
+    ({"output_expires_after": {"anchor": "now", "seconds": 3600}}, "output_expires_after.anchor"),
+    ({"extra_body": {"on_invalid": "perhaps"}}, "on_invalid"),
+    ({"extra_body": {"name": "../x"}}, "name"),
+    ({"extra_body": {"input_file_id": None}}, "input_file_id"),
+    ({"extra_headers": {"Idempotency-Key": "x" * 257}}, "Idempotency-Key"),
+]
 
 
 @one_ledger
@@ -277,6 +275,8 @@ def test_lists_are_paged_through_without_loss(client: openai.OpenAI) -> None:
     for limit in (0, 101):
         with pytest.raises(openai.BadRequestError, match="limit"):
             client.batches.list(limit=limit)
+    with pytest.raises(openai.BadRequestError, match="Idempotency-Key"):
+        client.batches.list(extra_query={"idempotency_key": "x\x00y"})
     for broken in ("batch_unknown", "x\x00y", "ü"):
         with pytest.raises(openai.NotFoundError):
             client.batches.list(after=broken)
