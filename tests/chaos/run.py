@@ -25,6 +25,7 @@ from tests.chaos.parts import Parts
 from tests.chaos.plan import Kill, Part
 
 _POLL_SECONDS = 0.25
+_CALLS_SECONDS = 10.0
 _OUTAGES = (StoreError, OperationalError, InterfaceError)
 _T = TypeVar("_T")
 Say = Callable[[str], None]
@@ -100,9 +101,21 @@ class Chaos:
             time.sleep(kill.pause_seconds)
             if kill.part in self._away:
                 self._away[kill.part].result()
+            if kill.part in (Part.WORKER, Part.ENGINE):
+                self._wait_for_calls()
             self._make(number, kill, menders)
         for _, _, back in self._made:
             back.result()
+
+    def _wait_for_calls(self) -> None:
+        """Let engines get new requests first, so that a busy machine does not spend its kills on idle workers.
+
+        Not for long: there may be nothing to run, because of what was killed before.
+        """
+        journal = self._folder / "journal"
+        size, gives_up_at = journal.stat().st_size, time.monotonic() + _CALLS_SECONDS
+        while journal.stat().st_size == size and time.monotonic() < gives_up_at:
+            time.sleep(_POLL_SECONDS)
 
     def _make(self, number: int, kill: Kill, menders: ThreadPoolExecutor) -> None:
         ask = self._parts.victim
