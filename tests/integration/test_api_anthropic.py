@@ -36,6 +36,17 @@ def request(custom_id: str, prompt: str = "one two three", **more: Any) -> Any:
     return {"custom_id": custom_id, "params": params(prompt, **more)}
 
 
+BOTH = pytest.mark.parametrize("ledger_url", ["sqlite_url", "postgres_url"], indirect=True)
+"""The other tests run on SQLite alone: what they ask of the ledger is asked on both by these, or by its own tests."""
+
+
+@pytest.fixture
+def ledger_url(request: pytest.FixtureRequest) -> str:
+    """The URL of an empty ledger database: SQLite's, unless a test is marked."""
+    url: str = request.getfixturevalue(getattr(request, "param", "sqlite_url"))
+    return url
+
+
 @pytest.fixture
 def served(ledger: Ledger, store: ObjectStore, settings: Settings) -> Iterator[service.Running]:
     with service.running(ledger, store, settings) as running:
@@ -89,6 +100,7 @@ def counts(batch: MessageBatch) -> tuple[int, int, int, int, int]:
     return (found.processing, found.succeeded, found.errored, found.canceled, found.expired)
 
 
+@BOTH
 def test_a_batch_from_its_creation_to_its_results(
     client: anthropic.Anthropic, run: Run, ledger: Ledger, store: ObjectStore
 ) -> None:
@@ -185,6 +197,7 @@ def test_what_the_deadline_cut_off_is_expired(
     assert [result.result.type for result in client.messages.batches.results(made.id)] == ["expired"] * 2
 
 
+@BOTH
 def test_delete_takes_the_batch_and_its_files_but_not_its_bill(
     client: anthropic.Anthropic, run: Run, ledger: Ledger, store: ObjectStore
 ) -> None:
@@ -205,6 +218,7 @@ def test_delete_takes_the_batch_and_its_files_but_not_its_bill(
     assert len(ledger.usage.of(batch_id)) == 1
 
 
+@BOTH
 def test_lists_go_page_by_page_in_both_directions(client: anthropic.Anthropic, connect: Connect) -> None:
     made = [client.messages.batches.create(requests=[request("a")]).id for _ in range(5)][::-1]
     connect("other").messages.batches.create(requests=[request("a")])
@@ -308,6 +322,7 @@ def test_doors_answer_in_anthropics_words_without_a_key_or_a_version(
     assert client.messages.batches.with_raw_response.list().headers["request-id"].startswith("req_")
 
 
+@BOTH
 def test_the_same_creation_twice_with_one_key_is_one_batch(client: anthropic.Anthropic, store: ObjectStore) -> None:
     headers = {"Idempotency-Key": "once"}
     made = [client.messages.batches.create(requests=[request("a")], extra_headers=headers).id for _ in range(3)]
@@ -317,7 +332,7 @@ def test_the_same_creation_twice_with_one_key_is_one_batch(client: anthropic.Ant
         client.messages.batches.create(requests=[request("another")], extra_headers=headers)
 
 
-def test_many_requests_are_taken_in_bounded_memory_while_others_poll(
+def test_many_requests_are_taken_whole_while_others_poll(
     client: anthropic.Anthropic, ledger: Ledger, store: ObjectStore, served: service.Running
 ) -> None:
     prompt = "word " * 60

@@ -21,6 +21,17 @@ from tests.fakes.ledger_values import MODEL, finish, result_of, submitted
 Figures = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
+BOTH = pytest.mark.parametrize("ledger_url", ["sqlite_url", "postgres_url"], indirect=True)
+"""The other tests run on SQLite alone: what they ask of the ledger is asked on both by these, or by its own tests."""
+
+
+@pytest.fixture
+def ledger_url(request: pytest.FixtureRequest) -> str:
+    """The URL of an empty ledger database: SQLite's, unless a test is marked."""
+    url: str = request.getfixturevalue(getattr(request, "param", "sqlite_url"))
+    return url
+
+
 @pytest.fixture
 def clock() -> SteppedClock:
     return SteppedClock()
@@ -54,6 +65,7 @@ def of(found: Figures, name: str, **labels: str) -> float:
     return found[f"batch_pipeline_{name}", tuple(sorted(labels.items()))]
 
 
+@BOTH
 def test_figures_are_those_of_the_ledger(client: httpx.Client, ledger: Ledger, clock: SteppedClock) -> None:
     before = figures(client)
     assert of(before, "ledger_up") == 1

@@ -69,6 +69,17 @@ class Office(NamedTuple):
         return {info.key.removeprefix(prefix): self.store.get(info.key) for info in self.store.list(prefix)}
 
 
+BOTH = pytest.mark.parametrize("ledger_url", ["sqlite_url", "postgres_url"], indirect=True)
+"""The other tests run on SQLite alone: what they ask of the ledger is asked on both by these, or by its own tests."""
+
+
+@pytest.fixture
+def ledger_url(request: pytest.FixtureRequest) -> str:
+    """The URL of an empty ledger database: SQLite's, unless a test is marked."""
+    url: str = request.getfixturevalue(getattr(request, "param", "sqlite_url"))
+    return url
+
+
 @pytest.fixture
 def office(ledger_url: str, store: ObjectStore, settings: Settings) -> Iterator[Office]:
     clock = SteppedClock()
@@ -115,6 +126,7 @@ def recount(office: Office, batch: Batch) -> tuple[dict[str, int], Decimal]:
     return tokens, cost
 
 
+@BOTH
 def test_report_charges_what_the_output_file_holds_and_says_what_it_does_not_charge(office: Office) -> None:
     batch = run_to_end(office)
     day = office.today()
@@ -163,6 +175,7 @@ def test_report_has_the_same_bytes_when_all_that_the_batch_was_made_of_is_gone_a
     assert office.write(day) == before
 
 
+@BOTH
 def test_batches_of_before_bills_were_kept_are_charged_from_their_manifest_or_said_to_have_no_price(
     office: Office,
 ) -> None:
@@ -185,6 +198,7 @@ def test_batches_of_before_bills_were_kept_are_charged_from_their_manifest_or_sa
     assert (sums.batches, sums.unpriced, sums.cost) == (2, 1, expected[1].cost)
 
 
+@BOTH
 def test_days_and_customers_are_kept_apart(office: Office) -> None:
     one = run_to_end(office)
     day = office.today()
@@ -235,6 +249,7 @@ def test_model_that_left_the_catalogue_has_no_price(office: Office) -> None:
     assert (used.cost, used.billed, used.models[0].prices) == (None, 2, None)
 
 
+@BOTH
 def test_bill_and_final_status_are_one_transaction(office: Office, monkeypatch: pytest.MonkeyPatch) -> None:
     chunks = [[0, 1]]
     batch, leases = answered.in_progress(office.ledger, office.store, chunks)
