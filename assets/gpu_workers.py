@@ -11,7 +11,7 @@ from pydantic import Field
 from sqlalchemy.exc import SQLAlchemyError
 
 from assets.chunk_results import chunk_results_event
-from assets.partitions import GROUP
+from assets.partitions import GROUP, PRIORITY_TAG
 from batch_pipeline import worker
 from batch_pipeline.errors import BatchPipelineError
 from batch_pipeline.models import Model, job_name
@@ -78,7 +78,13 @@ def gpu_worker_job(model_name: str, model: Model) -> dg.JobDefinition:
             "ids as dedicated capacity). Terminating the run hands its unfinished work back."
         ),
         executor_def=dg.in_process_executor,
-        tags={"batch_pipeline/model": model_name, "batch_pipeline/group": GROUP, **worker_tags(model_name, model)},
+        tags={
+            "batch_pipeline/model": model_name,
+            "batch_pipeline/group": GROUP,
+            # A worker whose place in the pool is free never waits behind runs of intake.
+            PRIORITY_TAG: "10",
+            **worker_tags(model_name, model),
+        },
     )
     def run_worker() -> None:
         gpu_worker()

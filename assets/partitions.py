@@ -6,6 +6,9 @@ batches = dg.DynamicPartitionsDefinition(name="batches")
 days = dg.DailyPartitionsDefinition(start_date="2026-01-01", timezone="UTC")
 
 GROUP = "batch_pipeline"
+STAGE_TAG = "batch_pipeline/stage"
+"""What Dagster's tag_concurrency_limits count: `intake` and `merge` have places of their own."""
+PRIORITY_TAG = "dagster/priority"
 OWNERS = ["team:batch-inference"]
 
 CODE_VERSION = "1"

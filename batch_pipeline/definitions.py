@@ -6,6 +6,7 @@ import dagster as dg
 
 import assets
 import sensors
+from assets.partitions import PRIORITY_TAG, STAGE_TAG
 from batch_pipeline import settings as configuration
 from resources import make_resources
 
@@ -17,12 +18,15 @@ def make_definitions(settings: configuration.Settings) -> dg.Definitions:
         selection=[assets.request_chunks],
         executor_def=dg.in_process_executor,
         description="Validate the file of a batch, order its requests and cut them into chunks.",
+        tags={STAGE_TAG: "intake"},
     )
     merge_job = dg.define_asset_job(
         "merge",
         selection=[assets.batch_results],
         executor_def=dg.in_process_executor,
         description="Assemble the results of a batch, prove that they are whole, and make them visible.",
+        # What is finished is handed out before anything new is begun.
+        tags={STAGE_TAG: "merge", PRIORITY_TAG: "20"},
     )
     workers = {name: assets.gpu_worker_job(name, model) for name, model in settings.models.items()}
     return dg.Definitions(

@@ -16,6 +16,7 @@ import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -28,6 +29,8 @@ DEFAULT_FILE = "batch-pipeline.toml"
 MODEL_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,62}[A-Za-z0-9])?")
 MEDIA_HOST = re.compile(r"[a-z0-9](?:[a-z0-9.-]{0,252}[a-z0-9])?(?::[0-9]{1,5})?")
 _LABEL = "[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
+BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
+LEDGER_URL = re.compile(r"sqlite(?:\+\w+)?:///.|postgresql(?:\+\w+)?://.")
 STORE_URL = re.compile(rf"https?://(?:{_LABEL}(?:\.{_LABEL})*\.?|\[[0-9A-Fa-f:.]+\])(?::[0-9]{{1,5}})?(?:/\S*)?")
 """Hosts as boto3 takes them: without `_`."""
 MEBIBYTE = 1024 * 1024
@@ -116,6 +119,8 @@ class Scheduling(_Section, frozen=True):
 
     sensor_batch: int = 50
     """Most files taken, and most runs requested, in one tick of a sensor."""
+    runs_at_once: int = 2
+    """Places for runs of intake, and as many for merges. Dagster's `tag_concurrency_limits` must say the same."""
     sensor_interval_seconds: int = 5
     total_gpus: int = 1
     """GPUs of all models together."""
@@ -252,11 +257,10 @@ def load(path: Path | None = None, environment: Mapping[str, str] | None = None)
         settings = msgspec.convert(raw, Settings, strict=False)
     except msgspec.ValidationError as error:
         raise SettingsError(f"{where}: {error}") from error
-    settings = _absolute(settings, file.parent.resolve())
     problems = check(settings)
     if problems:
         raise SettingsError(f"{where}: {'; '.join(problems)}")
-    return settings
+    return _absolute(settings, file.parent.resolve())
 
 
 def check(settings: Settings) -> list[str]:
@@ -270,13 +274,22 @@ def check(settings: Settings) -> list[str]:
         settings.api,
         settings.limits,
         settings.webhooks,
+        settings.embedded,
     ):
         for field in section.__struct_fields__:
             value = getattr(section, field)
-            # Not `value <= 0`: TOML has a nan.
-            if isinstance(value, int | float) and not isinstance(value, bool) and not value > 0:
+            # Not `value <= 0`: TOML has a nan, and an inf.
+            if isinstance(value, int | float) and not isinstance(value, bool) and not 0 < value < math.inf:
                 problems.append(f"{type(section).__name__.lower()}.{field} must be above 0, not {value}")
     problems += _check_store(settings.store)
+    problems += _check_addresses(settings)
+    intake = settings.intake
+    if not intake.min_window_seconds <= intake.default_window_seconds <= intake.max_window_seconds:
+        problems.append(
+            "intake.default_window_seconds must lie between intake.min_window_seconds and intake.max_window_seconds, "
+            f"and {intake.default_window_seconds} is not between {intake.min_window_seconds} and "
+            f"{intake.max_window_seconds}"
+        )
     if settings.worker.heartbeat_seconds * 2 > settings.worker.lease_seconds:
         problems.append("worker.heartbeat_seconds must be at most half of worker.lease_seconds, or leases run out")
     jobs: dict[str, str] = {}
@@ -288,9 +301,46 @@ def check(settings: Settings) -> list[str]:
 
 
 def _check_store(store: Store) -> list[str]:
-    if store.endpoint_url is None or STORE_URL.fullmatch(store.endpoint_url):
-        return []
-    return ['store.endpoint_url must be http:// or https://, a host (without _) and perhaps a port; "" for AWS itself']
+    problems = []
+    if not BUCKET.fullmatch(store.bucket):
+        problems.append(f"store.bucket: a bucket's name has 3 to 63 of a-z, 0-9, '.' and '-', not {store.bucket!r}")
+    url = store.endpoint_url
+    if url and not (STORE_URL.fullmatch(url) and _has_good_port(url)):
+        problems.append(
+            'store.endpoint_url must be http:// or https://, a host (without _) and perhaps a port; "" for AWS itself'
+        )
+    return problems
+
+
+def _has_good_port(url: str) -> bool:
+    try:
+        return urlsplit(url).port != 0
+    except ValueError:
+        return False
+
+
+def _check_addresses(settings: Settings) -> list[str]:
+    """Return what is wrong with ports, hosts, folders and the ledger's URL."""
+    ports = {
+        "api.port": (settings.api.port, 65_535),
+        # The S3 server listens 10,000 above its port as well.
+        "embedded.s3_port": (settings.embedded.s3_port, 55_535),
+        "embedded.dagster_port": (settings.embedded.dagster_port, 65_535),
+        "embedded.code_server_port": (settings.embedded.code_server_port, 65_535),
+    }
+    problems = [f"{field} must be from 1 to {most}, not {port}" for field, (port, most) in ports.items() if port > most]
+    texts = {
+        "api.host": settings.api.host,
+        "embedded.data_dir": settings.embedded.data_dir,
+        "intake.scratch_dir": settings.intake.scratch_dir,
+    }
+    problems += [f"{field} is empty" for field, text in texts.items() if not text.strip()]
+    if not LEDGER_URL.match(settings.ledger.url):
+        problems.append(
+            "ledger.url must be sqlite:///FILE or postgresql+psycopg://USER:PASSWORD@HOST/DATABASE, not "
+            f"{settings.ledger.url!r}"
+        )
+    return problems
 
 
 def _check_model(name: str, model: Model) -> list[str]:

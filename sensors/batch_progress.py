@@ -6,7 +6,7 @@ from dagster._core.definitions.unresolved_asset_job_definition import Unresolved
 from batch_pipeline.results import outbox
 from batch_pipeline.settings import Settings
 from resources import Parts, Service
-from sensors.runs import partitions_under_way, pause_seconds, tell_store_outage
+from sensors.runs import CUSTOMER_TAG, next_in_turn, pause_seconds, runs_under_way, tell_store_outage
 
 
 def batch_progress_sensor(settings: Settings, merge_job: UnresolvedAssetJobDefinition) -> dg.SensorDefinition:
@@ -24,11 +24,10 @@ def batch_progress_sensor(settings: Settings, merge_job: UnresolvedAssetJobDefin
     )
     def batch_progress(context: dg.SensorEvaluationContext, service: Service) -> dg.SensorResult | dg.SkipReason:
         parts = service.open()
-        limit = settings.scheduling.sensor_batch
         freed = parts.ledger.chunks.expire_leases()
         expired = parts.ledger.batches.expire_due()
         parts.ledger.batches.settle_all()
-        requests = _merge_runs(context.instance, parts, merge_job.name, limit)
+        requests = _merge_runs(context.instance, parts, merge_job.name)
         shown = _show_statuses(parts, context.cursor or "")
         # The next tick goes on with the batches after these, so that every one has its turn.
         context.update_cursor(shown.after)
@@ -51,12 +50,10 @@ def _show_statuses(parts: Parts, after: str) -> outbox.Published:
     return shown
 
 
-def _merge_runs(instance: dg.DagsterInstance, parts: Parts, job_name: str, limit: int) -> list[dg.RunRequest]:
-    busy = partitions_under_way(instance, job_name)
-    # So many more, so that those under way hold up no other.
-    awaiting = parts.ledger.batches.awaiting_merge(limit + len(busy))
+def _merge_runs(instance: dg.DagsterInstance, parts: Parts, job_name: str) -> list[dg.RunRequest]:
+    under_way = runs_under_way(instance, job_name)
     requests = []
-    for batch in [batch for batch in awaiting if batch.batch_id not in busy][:limit]:
+    for batch in next_in_turn(parts.ledger.batches.awaiting_merge, under_way, parts.settings.scheduling):
         pause = pause_seconds(batch.merge_attempts, parts.settings.scheduling.retry_run_seconds)
         attempt = parts.ledger.batches.note_merge_requested(batch.batch_id, pause)
         requests.append(
@@ -64,7 +61,7 @@ def _merge_runs(instance: dg.DagsterInstance, parts: Parts, job_name: str, limit
                 run_key=f"merge:{batch.batch_id}:{attempt}",
                 job_name=job_name,
                 partition_key=batch.batch_id,
-                tags={"batch_pipeline/customer": batch.customer, "batch_pipeline/name": batch.name},
+                tags={CUSTOMER_TAG: batch.customer, "batch_pipeline/name": batch.name},
             )
         )
     return requests

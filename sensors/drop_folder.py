@@ -15,7 +15,7 @@ from batch_pipeline.intake import drop
 from batch_pipeline.ledger.records import Batch
 from batch_pipeline.settings import Settings
 from resources import Parts, Service
-from sensors.runs import partitions_under_way, pause_seconds, store_watch
+from sensors.runs import CUSTOMER_TAG, next_in_turn, pause_seconds, runs_under_way, store_watch
 
 
 def drop_folder_sensor(settings: Settings, intake_job: UnresolvedAssetJobDefinition) -> dg.SensorDefinition:
@@ -27,8 +27,9 @@ def drop_folder_sensor(settings: Settings, intake_job: UnresolvedAssetJobDefinit
         minimum_interval_seconds=settings.scheduling.sensor_interval_seconds,
         default_status=dg.DefaultSensorStatus.RUNNING,
         description=(
-            "Takes the files that customers dropped into inbox/CUSTOMER/ and requests the intake of every batch that "
-            f"awaits it, at most {settings.scheduling.sensor_batch} of each in a tick."
+            "Takes the files that customers dropped into inbox/CUSTOMER/, at most "
+            f"{settings.scheduling.sensor_batch} in a tick, and requests the intake of the batches that await it, one "
+            "customer in turn, as far as there are places."
         ),
     )
     def drop_folder(context: dg.SensorEvaluationContext, service: Service) -> dg.SensorResult | dg.SkipReason:
@@ -36,12 +37,10 @@ def drop_folder_sensor(settings: Settings, intake_job: UnresolvedAssetJobDefinit
         limit = settings.scheduling.sensor_batch
         with store_watch(parts.ledger):
             taken = drop.take_drops(ledger=parts.ledger, store=parts.store, settings=parts.settings, limit=limit)
-        busy = partitions_under_way(context.instance, intake_job.name)
-        # So many more, so that those under way hold up no other.
-        awaiting = parts.ledger.batches.awaiting_intake(limit + len(busy))
-        due = [batch for batch in awaiting if batch.batch_id not in busy][:limit]
+        under_way = runs_under_way(context.instance, intake_job.name)
+        due = next_in_turn(parts.ledger.batches.awaiting_intake, under_way, settings.scheduling)
         if not due:
-            return dg.SkipReason(f"took {len(taken)} files; no batch awaits intake")
+            return dg.SkipReason(f"took {len(taken)} files; {under_way.customers.total()} intake runs are under way")
         return _intake_runs(context.instance, parts, due, intake_job.name)
 
     return drop_folder
@@ -58,7 +57,7 @@ def _intake_runs(instance: dg.DagsterInstance, parts: Parts, due: Sequence[Batch
                 run_key=f"intake:{batch.batch_id}:{attempt}",
                 job_name=job_name,
                 partition_key=batch.batch_id,
-                tags={"batch_pipeline/customer": batch.customer, "batch_pipeline/name": batch.name},
+                tags={CUSTOMER_TAG: batch.customer, "batch_pipeline/name": batch.name},
             )
         )
     new = [batch for batch in due if batch.batch_id not in known]

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
+from typing import NamedTuple
 
 import dagster as dg
 from dagster import DagsterRunStatus, RunsFilter
 
 from batch_pipeline.errors import StoreError
 from batch_pipeline.ledger import Ledger, notices
+from batch_pipeline.ledger.records import Batch
 from batch_pipeline.plain import one_line
+from batch_pipeline.scheduling.turns import in_turn
+from batch_pipeline.settings import Scheduling
 
 UNDER_WAY = [
     DagsterRunStatus.QUEUED,
@@ -27,15 +32,43 @@ BORN_SECONDS = 600.0
 daemon died in between. Nothing in Dagster ends it; its step is requested again, which is harmless should it still come.
 """
 PARTITION_TAG = "dagster/partition"
+CUSTOMER_TAG = "batch_pipeline/customer"
 LONGEST_PAUSE_SECONDS = 600.0
 _MOST_FAILURES = 8
 _WORKED_SECONDS = 600.0
 
 
-def partitions_under_way(instance: dg.DagsterInstance, job_name: str) -> set[str]:
-    """Return the partitions for which a run of this job is queued or running."""
+class RunsUnderWay(NamedTuple):
+    """The runs of one job that are queued or running, or were created a moment ago."""
+
+    partitions: set[str]
+    customers: Counter[str]
+    """How many of them each customer has; without those that no queue has yet, which may be forgotten."""
+
+
+def runs_under_way(instance: dg.DagsterInstance, job_name: str) -> RunsUnderWay:
+    """Return the runs of this job that are queued or running."""
     runs = [run for wanted in _under_way(job_name) for run in instance.get_runs(wanted)]
-    return {run.tags[PARTITION_TAG] for run in runs if PARTITION_TAG in run.tags}
+    partitions = {run.tags[PARTITION_TAG] for run in runs if PARTITION_TAG in run.tags}
+    in_the_queue = [run for run in runs if run.status != _BEFORE_THE_QUEUE]
+    return RunsUnderWay(partitions, Counter(run.tags.get(CUSTOMER_TAG, "") for run in in_the_queue))
+
+
+def next_in_turn(
+    awaiting: Callable[[int], list[Batch]], under_way: RunsUnderWay, scheduling: Scheduling
+) -> list[Batch]:
+    """Return the batches for which a run is to be requested now, one customer in turn.
+
+    No more are under way than twice the places: what waits beyond that waits in the ledger, where its turn is decided
+    when a place is free, and not in Dagster's queue, where it would stand behind whatever came before.
+    """
+    room = min(2 * scheduling.runs_at_once - under_way.customers.total(), scheduling.sensor_batch)
+    if room <= 0:
+        return []
+    # So many more, so that those under way hold up no other.
+    found = awaiting(room + len(under_way.partitions))
+    waiting = [batch for batch in found if batch.batch_id not in under_way.partitions]
+    return in_turn(waiting, under_way.customers, room)
 
 
 def count_under_way(instance: dg.DagsterInstance, job_name: str) -> int:

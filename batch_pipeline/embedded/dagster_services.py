@@ -6,7 +6,6 @@ processes of runs are its children. Their instance (runs, events, schedules: SQL
 
 from __future__ import annotations
 
-import os
 import socket
 import sysconfig
 from collections.abc import Mapping
@@ -20,9 +19,14 @@ from batch_pipeline.settings import Settings
 
 DEFINITIONS = "batch_pipeline.definitions"
 LOCATION = "batch_pipeline"
-SENSOR_TIMEOUT = "DAGSTER_SENSOR_GRPC_TIMEOUT_SECONDS"
-SENSOR_TIMEOUT_SECONDS = 600
-"""Dagster's own minute is too short for a tick that copies files of many gigabytes inside the store."""
+_OTHER_RUNS = 2
+"""Housekeeping, reports, and what operators launch."""
+_TIMEOUTS = {
+    # Dagster's own minute is too short for a tick that copies files of many gigabytes inside the store,
+    "DAGSTER_SENSOR_GRPC_TIMEOUT_SECONDS": "600",
+    # and for a busy machine to start a run.
+    "DAGSTER_GRPC_TIMEOUT_SECONDS": "180",
+}
 
 _INSTANCE = """\
 # Written by `batch-pipeline up` at each start: changes made here are lost.
@@ -38,8 +42,12 @@ concurrency:
   pools:
     granularity: run
     default_limit: 1
+  # Each kind of run has places of its own, so that a flood of one never keeps the others from theirs.
   runs:
     max_concurrent_runs: {max_concurrent_runs}
+    tag_concurrency_limits:
+      - {{key: batch_pipeline/stage, value: intake, limit: {runs_at_once}}}
+      - {{key: batch_pipeline/stage, value: merge, limit: {runs_at_once}}}
 run_queue:
   dequeue_interval_seconds: 1
 
@@ -87,8 +95,11 @@ def prepare_home(settings: Settings, home: Path) -> Path:
     """
     home.mkdir(parents=True, exist_ok=True)
     instance = _INSTANCE.format(
-        # Workers hold a place for hours; the places beside theirs are for intake and merge.
-        max_concurrent_runs=sum(model.pool_limit for model in settings.models.values()) + max(2, os.cpu_count() or 2),
+        # Workers hold a place for hours; beside theirs are those of intake and merge, and some for the rest.
+        max_concurrent_runs=sum(model.pool_limit for model in settings.models.values())
+        + 2 * settings.scheduling.runs_at_once
+        + _OTHER_RUNS,
+        runs_at_once=settings.scheduling.runs_at_once,
         cancel_timeout_seconds=int(settings.worker.grace_seconds) + 60,
     )
     _replace(home / "dagster.yaml", instance)
@@ -118,7 +129,7 @@ def dagster_services(
     port, ui_port = settings.embedded.code_server_port, settings.embedded.dagster_port
     workspace = str(home / "workspace.yaml")
     client = DagsterClient(webserver_url(settings))
-    variables = {**environment, "DAGSTER_HOME": str(home), SENSOR_TIMEOUT: str(SENSOR_TIMEOUT_SECONDS)}
+    variables = {**environment, "DAGSTER_HOME": str(home), **_TIMEOUTS}
     code_server = Service(
         name="dagster-code-server",
         command=_program("dagster", "code-server", "start", "-m", definitions, "-h", LOOPBACK, "-p", str(port)),

@@ -16,7 +16,7 @@ from batch_pipeline.ledger.records import Batch, BatchError, BatchStatus, Lane
 from batch_pipeline.ledger.usage import total_cost
 from batch_pipeline.plain import printable
 from batch_pipeline.results.manifest import Counts, Usage
-from batch_pipeline.scheduling.explain import LaneView, Situation, WorkerView, estimate_finish, explain
+from batch_pipeline.scheduling.explain import LaneView, Situation, WorkerView, estimate_finish, explain, is_served
 from batch_pipeline.settings import Settings
 from batch_pipeline.store import keys
 
@@ -136,7 +136,8 @@ def current_status(batch_id: str, *, ledger: Ledger, settings: Settings, folder:
 def status_at(moment: Moment, *, ledger: Ledger, settings: Settings, folder: str | None = None) -> StatusDocument:
     """Return the status of a batch as it was at a moment, with what it waited for a moment later."""
     batch, lanes, as_of = moment
-    reason = explain(_situation(batch, lanes, ledger, as_of, settings))
+    situation = _situation(batch, lanes, ledger, as_of, settings)
+    reason = explain(situation)
     # A worker's detail may repeat what an engine has said or logged.
     reason = None if reason is None else printable(reason, kept="")
     finish = estimate_finish(
@@ -145,7 +146,7 @@ def status_at(moment: Moment, *, ledger: Ledger, settings: Settings, folder: str
         done=sum(lane.completed + lane.failed for lane in lanes),
         total=batch.total - batch.invalid,
     )
-    estimate = None if batch.status.is_final else finish
+    estimate = finish if not batch.status.is_final and is_served(situation) else None
     charges = ledger.usage.of(batch.batch_id) if batch.status.is_final else []
     cost = total_cost(charges) if charges else _cost(lanes, settings)
     return batch_object(batch, lanes, reason, estimate, cost=cost, as_of=as_of, folder=folder or batch.name)

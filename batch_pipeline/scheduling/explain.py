@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import msgspec
 
-REPEATED_RUNS = 2
-"""From this many requested runs on, a step that is still not done is called failing rather than queued."""
-
 
 class LaneView(msgspec.Struct, frozen=True, kw_only=True):
     """Chunks of the batch on one model."""
@@ -58,20 +55,24 @@ def _reason(situation: Situation) -> str:
     if not situation.intake_done:
         return _run("validation", situation.intake_attempts)
     waiting = [lane for lane in situation.lanes if lane.pending or lane.leased]
-    if situation.status == "finalizing" or situation.outcome == "failed":
+    if situation.outcome == "failed":
+        return _run("the file of its errors (it cannot run)", situation.merge_attempts)
+    if situation.status == "finalizing":
         return _run("the results file", situation.merge_attempts)
     if situation.outcome is not None:
         open_chunks = sum(lane.leased for lane in waiting)
-        return f"stopping: waiting for workers to hand back {open_chunks} chunks that they are running"
+        chunks = "the chunk that one is" if open_chunks == 1 else f"{open_chunks} chunks that they are"
+        return f"stopping: waiting for workers to hand back {chunks} running"
     reasons = [_lane(lane, situation) for lane in waiting]
     return "; ".join(reasons) if reasons else _run("the results file", situation.merge_attempts)
 
 
 def _run(what: str, attempts: int) -> str:
-    if attempts < REPEATED_RUNS:
-        return f"waiting for {what}: its run is starting" if attempts else f"waiting for {what}: its run is queued"
-    failed = f"{attempts - 1} runs have failed, another one is tried"
-    return f"waiting for {what}: {failed}; see the runs of this batch in Dagster"
+    if not attempts:
+        return f"waiting for {what}: it is not its turn yet"
+    if attempts == 1:
+        return f"waiting for {what}: its run is queued or under way"
+    return f"waiting for {what}: requested {attempts} times; see the runs of this batch in Dagster"
 
 
 def _lane(lane: LaneView, situation: Situation) -> str:
@@ -98,6 +99,16 @@ def _lane(lane: LaneView, situation: Situation) -> str:
     if lane.leased:
         return f"waiting for a worker of {lane.model}: the last one has fallen silent, its lease is running out"
     return f"waiting for a worker of {lane.model}: none is running yet"
+
+
+def is_served(situation: Situation) -> bool:
+    """Whether a worker that answers serves every model on which something of the batch waits."""
+    ready = {
+        worker.model
+        for worker in situation.workers
+        if worker.state == "ready" and worker.serves_batch and worker.silent_seconds <= situation.lease_seconds
+    }
+    return all(lane.model in ready for lane in situation.lanes if lane.pending or lane.leased)
 
 
 def estimate_finish(*, now: float, started_at: float | None, done: int, total: int) -> float | None:

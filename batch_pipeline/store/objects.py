@@ -18,12 +18,14 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import boto3
+from boto3.exceptions import Boto3Error
 from boto3.s3.transfer import TransferConfig
 from botocore.config import Config
-from botocore.exceptions import BotoCoreError, ClientError
+from botocore.exceptions import BotoCoreError, ClientError, ParamValidationError
 
 from batch_pipeline import settings
 from batch_pipeline.errors import StoreError
+from batch_pipeline.plain import one_line
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
@@ -427,15 +429,20 @@ class _translated:  # noqa: N801 - reads as a word where it is used
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if isinstance(error, Boto3Error) and isinstance(error.__context__, ClientError):
+            # What boto3's transfers make of a refusal.
+            error = error.__context__
         if isinstance(error, ClientError):
             code = error.response.get("Error", {}).get("Code", "")
             if code in _MISSING:
                 raise ObjectMissing(f"{self._doing}: no such object") from error
             if code in _PRECONDITION:
                 raise PreconditionFailed(f"{self._doing}: the object is not the one expected") from error
-            raise StoreError(f"{self._doing}: the object store answered {code}: {error}") from error
-        if isinstance(error, BotoCoreError):
-            raise StoreError(f"{self._doing}: the object store cannot be reached: {error}") from error
+            raise StoreError(f"{self._doing}: the object store answered {code}: {one_line(str(error))}") from error
+        if isinstance(error, ParamValidationError):
+            raise StoreError(f"{self._doing}: not possible in S3: {one_line(str(error))}") from error
+        if isinstance(error, BotoCoreError | Boto3Error):
+            raise StoreError(f"{self._doing}: the object store cannot be reached: {one_line(str(error))}") from error
 
 
 def _transfer() -> TransferConfig:

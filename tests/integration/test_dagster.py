@@ -113,8 +113,8 @@ def parts(location: CodeLocation) -> tuple[Ledger, ObjectStore]:
     return Ledger.from_settings(location.settings), ObjectStore.open(location.settings.store)
 
 
-def _drop(store: ObjectStore, data: bytes, name: str = "questions") -> None:
-    store.put(f"inbox/acme/{name}.jsonl", data)
+def _drop(store: ObjectStore, data: bytes, name: str = "questions", customer: str = "acme") -> None:
+    store.put(f"inbox/{customer}/{name}.jsonl", data)
 
 
 def _run_through(location: CodeLocation) -> str:
@@ -256,10 +256,32 @@ def test_many_files_are_taken_in_bounded_ticks(
     location: CodeLocation, parts: tuple[Ledger, ObjectStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit = location.settings.scheduling.sensor_batch
+    places = location.settings.scheduling.runs_at_once
     for number in range(limit + 5):
         _drop(parts[1], _line("a"), name=f"file-{number:03d}")
-    assert len(location.tick("drop_folder")) == limit
-    assert len(location.tick("drop_folder")) == 5
+    assert len(location.tick("drop_folder")) == 2 * places
+    assert len([*parts[1].list("inbox/")]) == 5
+    assert len(location.tick("drop_folder")) == 2 * places
+    assert [*parts[1].list("inbox/")] == []
+    assert len(parts[0].batches.recent(limit=1000)) == limit + 5
+
+
+def test_a_flood_of_one_customer_keeps_no_other_from_its_run(
+    location: CodeLocation, parts: tuple[Ledger, ObjectStore]
+) -> None:
+    for number in range(20):
+        _drop(parts[1], _line("a"), customer="flood", name=f"file-{number:03d}")
+    job = location.definitions.resolve_job_def("intake")
+    for request in location.tick("drop_folder"):
+        tags = {**request.tags, "dagster/partition": str(request.partition_key)}
+        location.instance.create_run_for_job(job, tags=tags, status=dg.DagsterRunStatus.STARTED)
+    _drop(parts[1], _line("a"), customer="quiet", name="single")
+    assert location.tick("drop_folder") == [], "every place is taken, and as many wait"
+    first, second, *_ = location.instance.get_runs()
+    for run in (first, second):
+        location.instance.report_run_canceled(run)
+    requested = location.tick("drop_folder")
+    assert [request.tags["batch_pipeline/customer"] for request in requested] == ["quiet", "flood"]
 
 
 def test_a_batch_that_is_not_done_is_not_merged(location: CodeLocation, parts: tuple[Ledger, ObjectStore]) -> None:

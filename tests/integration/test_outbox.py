@@ -65,7 +65,7 @@ def test_status_is_openais_batch_object_from_the_first_minute_to_the_end(
     assert (first["id"], first["object"], first["status"]) == (batch.batch_id, "batch", "validating")
     assert (first["output_file_id"], first["completed_at"], first["errors"]) == (None, None, None)
     assert (first["completion_window"], first["expires_at"] - first["created_at"]) == ("24h", 86_400)
-    assert first["reason"] == "waiting for validation: its run is queued"
+    assert first["reason"] == "waiting for validation: it is not its turn yet"
     assert first["metadata"] == {"project": "tests"}
 
     answered.take_in(ledger, store, batch.batch_id, [[0, 1], [2, 3]], invalid=[4])
@@ -77,7 +77,7 @@ def test_status_is_openais_batch_object_from_the_first_minute_to_the_end(
     assert running["request_counts"] == {"total": 5, "completed": 1, "failed": 2}
     assert running["counts"]["invalid"] == 1
     assert "silent" in running["reason"] or "none is running" in running["reason"]
-    assert running["estimated_finish_at"] is not None
+    assert running["estimated_finish_at"] is None, "nobody works on it"
     assert running["model"] == answered.MODEL
     assert running["files"] == {"output": None, "errors": None, "manifest": None}
     assert isinstance(running["created_at"], int)

@@ -61,10 +61,12 @@ def test_each_wait_has_its_name_in_status_json(
     def reason() -> str:
         return str(shown(batch_id, ledger, store, settings, clock).reason)
 
-    assert reason() == "waiting for validation: its run is queued"
-    for _ in range(3):
+    assert reason() == "waiting for validation: it is not its turn yet"
+    ledger.batches.note_intake_requested(batch_id, 0)
+    assert reason() == "waiting for validation: its run is queued or under way"
+    for _ in range(2):
         ledger.batches.note_intake_requested(batch_id, 0)
-    assert "validation: 2 runs have failed" in reason()
+    assert "validation: requested 3 times" in reason()
     answered.take_in(ledger, store, batch_id, chunks)
     assert reason() == f"waiting for a worker of {MODEL}: none is running yet"
     ledger.workers.register("w1", MODEL, None, "host")
@@ -86,13 +88,13 @@ def test_each_wait_has_its_name_in_status_json(
     answered.commit(ledger, store, lease, [answer(batch_id, index) for index in chunks[lease.ref.chunk]])
     ledger.chunks.lease("w2", MODEL, 1)
     ledger.batches.cancel(batch_id)
-    assert reason() == "stopping: waiting for workers to hand back 1 chunks that they are running"
+    assert reason() == "stopping: waiting for workers to hand back the chunk that one is running"
     clock.advance(61)
     ledger.chunks.expire_leases()
-    assert reason() == "waiting for the results file: its run is queued"
+    assert reason() == "waiting for the results file: it is not its turn yet"
     for _ in range(4):
         ledger.batches.note_merge_requested(batch_id, 0)
-    assert "the results file: 3 runs have failed" in reason()
+    assert "the results file: requested 4 times" in reason()
 
 
 def test_there_is_an_estimate_once_there_is_a_rate(
@@ -102,7 +104,11 @@ def test_there_is_an_estimate_once_there_is_a_rate(
     assert shown(batch.batch_id, ledger, store, settings, clock).estimated_finish_at is None
     clock.advance(30)
     answered.checkpoint(ledger, store, leases[0], [answer(batch.batch_id, 0), answer(batch.batch_id, 1)])
+    ledger.workers.register("w", MODEL, None, "host")
+    ledger.workers.set_state("w", WorkerState.READY)
     assert shown(batch.batch_id, ledger, store, settings, clock).estimated_finish_at == clock.time + 96
+    clock.advance(61)
+    assert shown(batch.batch_id, ledger, store, settings, clock).estimated_finish_at is None, "nobody works on it"
 
 
 def test_a_store_that_is_away_is_named_where_no_status_json_can_be_written(

@@ -239,8 +239,14 @@ def test_server_that_is_down_is_one_clear_error(store_settings: configuration.St
         ObjectStore.open(gone).put("key", b"data")
 
 
-def test_wrong_secret_and_missing_bucket_are_named(store_settings: configuration.Store) -> None:
+def test_wrong_secret_and_missing_bucket_are_named(store_settings: configuration.Store, tmp_path: Path) -> None:
     wrong = msgspec.structs.replace(store_settings, secret_access_key="wrong")
+    file = tmp_path / "file"
+    file.write_bytes(b"bytes")
+    with pytest.raises(StoreError, match="uploading key: the object store answered SignatureDoesNotMatch"):
+        ObjectStore.open(wrong).upload(file, "key")
+    with pytest.raises(StoreError, match="writing key: not possible in S3: Parameter validation failed"):
+        ObjectStore.open(msgspec.structs.replace(store_settings, bucket="")).put("key", b"")
     with pytest.raises(StoreError, match="reading key: the object store answered SignatureDoesNotMatch"):
         ObjectStore.open(wrong).get("key")
     with pytest.raises(StoreError, match="writing key: the object store answered NoSuchBucket"):
