@@ -31,7 +31,7 @@ def up(app: App) -> None:
 
     addresses = Stack(app.settings, app.config_file).up(say=_note)
     click.echo(f"Dagster UI   {addresses.dagster}")
-    click.echo(f"S3           {addresses.object_store}")
+    click.echo(f"S3           {addresses.object_store} (keys: {app.config_file or 'as configured'})")
     if addresses.api is not None:
         click.echo(f"API          {addresses.api}/v1 (`batch-pipeline customers keys add CUSTOMER` makes a key)")
     click.echo(f"drop files   {addresses.inbox}CUSTOMER/NAME.jsonl")
