@@ -9,7 +9,9 @@ import msgspec
 
 MESSAGES = "/v1/messages"
 """Anthropic's endpoint, which vLLM serves beside those of OpenAI."""
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", MESSAGES)
+RESPONSES = "/v1/responses"
+"""OpenAI's endpoint of responses."""
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", MESSAGES, RESPONSES)
 """Endpoints that a model can be served on; a batch names one of them."""
 INLINE_MEDIA = "data:"
 """The word in `allowed_media_hosts` for media that stand in the request itself."""
@@ -64,7 +66,9 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
     context_length: int
     """Tokens of prompt and answer together."""
-    endpoints: list[str] = msgspec.field(default_factory=lambda: ["/v1/chat/completions", "/v1/completions", MESSAGES])
+    endpoints: list[str] = msgspec.field(
+        default_factory=lambda: ["/v1/chat/completions", "/v1/completions", MESSAGES, RESPONSES]
+    )
     version: str = "1"
     """Changes whenever the weights do: it goes into the manifest and into lineage."""
     engine_arguments: list[str] = []

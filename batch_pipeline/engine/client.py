@@ -59,15 +59,22 @@ class Answer(msgspec.Struct, frozen=True, gc=False):
     retry_after_seconds: float | None
     message: str
     """What the body says is wrong, shortened; empty where nothing is."""
+    state: str = ""
+    """The `status` of a response (/v1/responses), for instance `completed`; empty where the body has none."""
 
 
 class _Envelope(msgspec.Struct, gc=False):
     id: str | None = None
     usage: ReportedUsage | None = None
+    status: str | None = None
 
 
 class _Id(msgspec.Struct, gc=False):
     id: str | None = None
+
+
+class _State(msgspec.Struct, gc=False):
+    status: str | None = None
 
 
 class _Error(msgspec.Struct, frozen=True, gc=False):
@@ -82,6 +89,7 @@ _decode_envelope = msgspec.json.Decoder(_Envelope).decode
 _decode_refusal = msgspec.json.Decoder(_Refusal).decode
 _decode_body = msgspec.json.Decoder(AnswerBody).decode
 _decode_id = msgspec.json.Decoder(_Id).decode
+_decode_state = msgspec.json.Decoder(_State).decode
 _decode_any = msgspec.json.Decoder(msgspec.Raw).decode
 MAX_DEPTH = 200
 """Deepest nesting of an answer: whoever reads it later, inside of a result line, can do so wherever it stands."""
@@ -155,7 +163,7 @@ class EngineClient:
 def _answer(response: aiohttp.ClientResponse, raw: bytes) -> Answer:
     status = response.status
     try:
-        request_id, usage = _read_envelope(raw)
+        request_id, usage, state = _read_envelope(raw)
         if is_nested_beyond(raw, MAX_DEPTH):
             return _not_json(response, raw)
         if not raw.isascii():
@@ -174,22 +182,27 @@ def _answer(response: aiohttp.ClientResponse, raw: bytes) -> Answer:
         output_tokens=tokens.output,
         retry_after_seconds=None if status < 300 else _retry_after(response),
         message="" if status < 300 else _message(raw),
+        state=one_line(state, _SHOWN_CHARACTERS) if state else "",
     )
 
 
-def _read_envelope(raw: bytes) -> tuple[str | None, ReportedUsage | None]:
-    """Return the id and the usage of an answer, each as far as it is told. Raises DecodeError where it is no JSON."""
+def _read_envelope(raw: bytes) -> tuple[str | None, ReportedUsage | None, str | None]:
+    """Return the id, the usage and the status of an answer, each as far as it is told. Raises DecodeError where it is
+    no JSON.
+    """
     try:
         envelope = _decode_envelope(raw)
     except msgspec.ValidationError:
         _decode_any(raw)  # what follows a wrong field was not looked at: it may be anything
-        request_id = usage = None
+        request_id = usage = state = None
         with contextlib.suppress(msgspec.ValidationError):
             request_id = _decode_id(raw).id
         with contextlib.suppress(msgspec.ValidationError):
             usage = _decode_body(raw).usage
-        return request_id, usage
-    return envelope.id, envelope.usage
+        with contextlib.suppress(msgspec.ValidationError):
+            state = _decode_state(raw).status
+        return request_id, usage, state
+    return envelope.id, envelope.usage, envelope.status
 
 
 def _not_json(response: aiohttp.ClientResponse, raw: bytes) -> Answer:

@@ -14,20 +14,22 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Raw
 
-from batch_pipeline.models import INLINE_MEDIA, MESSAGES
+from batch_pipeline.intake.responses import ResponsesBody
+from batch_pipeline.intake.values import (
+    NOTHING,
+    Bias,
+    Count,
+    Penalty,
+    Seed,
+    TokenId,
+    TokenIds,
+    TopLogprobs,
+    Unit,
+    Words,
+)
+from batch_pipeline.models import INLINE_MEDIA, MESSAGES, RESPONSES
 
-Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
-Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-Unit = Annotated[float, Meta(ge=0, le=1)]
-Penalty = Annotated[float, Meta(ge=-2, le=2)]
-TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
-TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-Bias = Annotated[float, Meta(ge=-100, le=100)]
-NOTHING = Raw(b"null")
 MAX_EMBEDDING_INPUTS = 2_048
-
-Words = Annotated[list[str], Meta(max_length=256)]
-TokenIds = Annotated[list[TokenId], Meta(max_length=1024)]
 
 
 class MediaUrl(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
@@ -289,13 +291,19 @@ class MessagesBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return self.system or ""
 
 
-Body = ChatBody | CompletionBody | EmbeddingBody | MessagesBody
+Body = ChatBody | CompletionBody | EmbeddingBody | MessagesBody | ResponsesBody
+Conversation = ChatBody | MessagesBody | ResponsesBody
+"""Bodies that an engine puts its model's chat template around."""
 
-BODIES: dict[str, type[ChatBody] | type[CompletionBody] | type[EmbeddingBody] | type[MessagesBody]] = {
+BODIES: dict[
+    str,
+    type[ChatBody] | type[CompletionBody] | type[EmbeddingBody] | type[MessagesBody] | type[ResponsesBody],
+] = {
     "/v1/chat/completions": ChatBody,
     "/v1/completions": CompletionBody,
     "/v1/embeddings": EmbeddingBody,
     MESSAGES: MessagesBody,
+    RESPONSES: ResponsesBody,
 }
 
 FORWARDED = {endpoint: frozenset(body.__struct_fields__) for endpoint, body in BODIES.items()}
@@ -310,6 +318,7 @@ RULES = {
     "best_of": "a whole number of at least 1",
     "max_tokens": _TOKEN_COUNT,
     "max_completion_tokens": _TOKEN_COUNT,
+    "max_output_tokens": _TOKEN_COUNT,
     "min_tokens": "a whole number of at least 0",
     "temperature": "a number from 0 to 2",
     "top_p": "a number above 0 and at most 1",
@@ -337,18 +346,20 @@ RULES = {
     "encoding_format": '"float" or "base64"',
     "dimensions": "a whole number of at least 1",
 }
-LOGPROBS_RULES = {"/v1/chat/completions": "true or false", "/v1/completions": "a whole number from 0 to 20"}
-
-
-def is_given(raw: Raw) -> bool:
-    """Return whether a field that is kept raw is there and not null."""
-    return raw is not NOTHING and bytes(raw) != b"null"
+OWN_RULES = {
+    ("/v1/chat/completions", "logprobs"): "true or false",
+    ("/v1/completions", "logprobs"): "a whole number from 0 to 20",
+    (RESPONSES, "input"): "a text or a list of at least one item",
+}
+"""Those of fields that are not the same at each endpoint."""
 
 
 def output_tokens(body: Body) -> int | None:
     """Return the most tokens that one answer may have, or None where the body does not say."""
     if isinstance(body, ChatBody):
         return body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    if isinstance(body, ResponsesBody):
+        return body.max_output_tokens
     return 0 if isinstance(body, EmbeddingBody) else body.max_tokens
 
 

@@ -7,7 +7,7 @@ busy for minutes. Those are refused here, each with what to do instead.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Raw
@@ -15,16 +15,16 @@ from msgspec import Meta, Raw
 from batch_pipeline.intake import grammars, media
 from batch_pipeline.intake.bodies import (
     MAX_EMBEDDING_INPUTS,
-    NOTHING,
     RULES,
     Body,
     ChatBody,
     CompletionBody,
     EmbeddingBody,
     MessagesBody,
-    is_given,
     prompts,
 )
+from batch_pipeline.intake.responses import Item, ResponsesBody, Tool, ToolChoice
+from batch_pipeline.intake.values import NOTHING, is_given
 from batch_pipeline.models import Model
 
 REFUSED = {
@@ -36,6 +36,14 @@ REFUSED = {
     "prompt_embeds": "give the prompt as a text or as token ids",
 }
 """Fields that no customer may set, and why: with them a request could run code, load the engine or crash it."""
+STATEFUL = {
+    "previous_response_id": "nothing is kept from one request to the next; put the conversation into body.input",
+    "previous_input_messages": "put the conversation into body.input",
+    "conversation": "nothing is kept from one request to the next; put the conversation into body.input",
+    "prompt": "no templates of prompts are kept; write the text into body.instructions and body.input",
+}
+"""Fields of /v1/responses that name what a server keeps, and what to do instead."""
+_REFUSED_RESPONSES = (*STATEFUL, "vllm_xargs", "mm_processor_kwargs", "media_io_kwargs")
 _REFUSED_SAMPLING = tuple(REFUSED)
 _NOT_REFUSED = (NOTHING,) * len(REFUSED)
 _TEMPLATES_OWN = frozenset(
@@ -47,6 +55,8 @@ _TEMPLATES_OWN = frozenset(
 )
 """Names that chat_template_kwargs must not set: they would replace what was checked."""
 MAX_TEMPLATE_VARIABLES = 32
+_tools = msgspec.json.Decoder(list[Tool] | None)
+_tool_choice = msgspec.json.Decoder(Literal["none", "auto", "required"] | ToolChoice | None)
 _template_variables = msgspec.json.Decoder(dict[str, bool | int | float | Annotated[str, Meta(max_length=1024)] | None])
 
 _SCHEMA_FIELDS = (
@@ -65,9 +75,8 @@ def problem_of(body: Body, model: Model) -> str | None:
     max_choices = model.max_choices
     if body.stream:
         return "body.stream must be false or absent: a batch has no streams"
-    if isinstance(body, EmbeddingBody | MessagesBody):
-        hosts = model.allowed_media_hosts
-        return _messages_problem(body, hosts) if isinstance(body, MessagesBody) else _embedding_problem(body)
+    if isinstance(body, EmbeddingBody | MessagesBody | ResponsesBody):
+        return _other_problem(body, model.allowed_media_hosts)
     if (body.n is not None and body.n > max_choices) or (body.best_of is not None and body.best_of > max_choices):
         field = "n" if body.n is not None and body.n > max_choices else "best_of"
         return f"body.{field} must be at most {max_choices} for this model; ask again in further lines for more answers"
@@ -100,10 +109,16 @@ def problem_of(body: Body, model: Model) -> str | None:
     )
 
 
+def _other_problem(body: EmbeddingBody | MessagesBody | ResponsesBody, media_hosts: Sequence[str]) -> str | None:
+    if isinstance(body, ResponsesBody):
+        return _responses_problem(body, media_hosts)
+    return _messages_problem(body, media_hosts) if isinstance(body, MessagesBody) else _embedding_problem(body)
+
+
 def _refused_field(body: Body, fields: Sequence[str]) -> str | None:
     for field in fields:
         if is_given(getattr(body, field)):
-            return f"body.{field} is not taken: {REFUSED[field]}"
+            return f"body.{field} is not taken: {STATEFUL.get(field) or REFUSED[field]}"
     return None
 
 
@@ -164,7 +179,59 @@ def _messages_problem(body: MessagesBody, media_hosts: Sequence[str]) -> str | N
     return problem or _variables_problem(body.chat_template_kwargs)
 
 
-def _compiles_tools(body: MessagesBody) -> bool:
+def _responses_problem(body: ResponsesBody, media_hosts: Sequence[str]) -> str | None:
+    if body.background:
+        return "body.background must be false or absent: a batch as a whole is in the background"
+    problem = _refused_field(body, _REFUSED_RESPONSES)
+    if problem is not None:
+        return problem
+    for number, item in enumerate(body.items):
+        if (problem := _item_problem(item, media_hosts)) is not None:
+            return f"body.input[{number}]{problem}"
+    for field, decoder, rule in (
+        ("tools", _tools, "a list of tools of the types function and custom: no others are run for a batch"),
+        ("tool_choice", _tool_choice, '"none", "auto", "required", or one of your own tools'),
+    ):
+        try:
+            decoder.decode(getattr(body, field))
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return f"body.{field} must be {rule}"
+    for field in ("text", "structured_outputs", "reasoning", "tool_choice", "metadata"):
+        if is_given(raw := getattr(body, field)) and (problem := grammars.problem_of(field, bytes(raw))) is not None:
+            return problem
+    if is_given(body.tools) and _compiles_tools(body):
+        problem = grammars.problem_of("tools", bytes(body.tools))
+    return problem or _variables_problem(body.chat_template_kwargs)
+
+
+_NEEDED: dict[str, tuple[str, ...]] = {
+    "message": ("role", "content"),
+    "function_call": ("call_id", "name", "arguments"),
+    "custom_tool_call": ("call_id", "name", "input"),
+    "function_call_output": ("call_id", "output"),
+    "custom_tool_call_output": ("call_id", "output"),
+    "reasoning": ("summary",),
+}
+"""What an item of each type has to have."""
+
+
+def _item_problem(item: Item, media_hosts: Sequence[str]) -> str | None:
+    """Return what is wrong with an item of the input, to be read after its place."""
+    for field in _NEEDED[item.type]:
+        if getattr(item, field) is None:
+            return f".{field} is missing: an item of the type {item.type} has one"
+    is_first_only = item.role == "assistant" or item.type == "reasoning"
+    if is_first_only and isinstance(item.content, list) and len(item.content) > 1:
+        return ".content has more than one part, and the engine would read the first one only; join them"
+    if (item.type == "message" and item.content == []) or item.output == []:
+        return " has an empty list of parts: give a text or at least one part"
+    for url in item.media():
+        if (problem := media.problem_of(url, media_hosts)) is not None:
+            return f" must be of text parts: {problem}"
+    return None
+
+
+def _compiles_tools(body: MessagesBody | ResponsesBody) -> bool:
     """Return whether an engine may make a grammar of the tools: a call is demanded, or one of them is strict."""
     tools = bytes(body.tools)
     return is_given(body.tool_choice) or b"strict" in tools or b"\\u" in tools

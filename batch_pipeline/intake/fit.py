@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from batch_pipeline.intake.bodies import Body, ChatBody, EmbeddingBody, MessagesBody, output_tokens
+from batch_pipeline.intake.bodies import Body, ChatBody, Conversation, EmbeddingBody, MessagesBody, output_tokens
+from batch_pipeline.intake.responses import ResponsesBody
 from batch_pipeline.intake.tokens import TokenCounter
 from batch_pipeline.models import Model
 
@@ -41,11 +42,10 @@ def fit(body: Body, raw: bytes, texts: list[Prompt], model: Model, counter: Toke
     if room < 1:
         context = f"the context of {body.model} is {model.context_length} tokens, prompt and answer together"
         return Fit(0, 0, f"{_field(body)} is {asked}, and {context}; ask for fewer")
-    is_chat = isinstance(body, ChatBody | MessagesBody)
+    is_chat = isinstance(body, Conversation)
     messages = len(texts) if is_chat else 0
     counted = None
-    is_cut = not isinstance(body, MessagesBody) and body.truncate_prompt_tokens is not None
-    if counter.at_most(raw, messages) > room and not is_cut:
+    if counter.at_most(raw, messages) > room and not _is_cut(body):
         counted = _longest(body, texts, counter, room)
         if counted is not None and counted > room:
             return Fit(0, 0, _too_long(body, model, counted, asked))
@@ -61,23 +61,32 @@ def fit(body: Body, raw: bytes, texts: list[Prompt], model: Model, counter: Toke
     answer = min(model.default_output_tokens, room) if asked is None else asked
     if isinstance(body, EmbeddingBody):
         return Fit(max(1, min(counted, _MOST)), 0)
-    choices = 1 if isinstance(body, MessagesBody) else body.n or 1
+    choices = 1 if isinstance(body, MessagesBody | ResponsesBody) else body.n or 1
     answers = answer * choices * (1 if is_chat else len(texts))
     return Fit(counted or 1, answers if answers < _MOST else _MOST)
+
+
+def _is_cut(body: Body) -> bool:
+    """Return whether the engine cuts a prompt that is too long."""
+    if isinstance(body, ResponsesBody):
+        return body.is_cut
+    return not isinstance(body, MessagesBody) and body.truncate_prompt_tokens is not None
 
 
 def _longest(body: Body, texts: list[Prompt], counter: TokenCounter, room: int) -> int | None:
     """Return the tokens of the body's longest prompt, or some number above `room`, or None where only the engine
     knows.
     """
-    if isinstance(body, ChatBody | MessagesBody):
+    if isinstance(body, Conversation):
         least = counter.at_least(sum(map(len, texts)))
         if least > room:
             return least
         prompt = counter.prompt_of(body)
         if prompt is None or not counter.is_exact:
             return None
-        special_tokens = isinstance(body, ChatBody) and bool(body.add_special_tokens)
+        # vLLM's own defaults: what it puts around a template is put around that of a response, and of no other.
+        asked = isinstance(body, ChatBody) and bool(body.add_special_tokens)
+        special_tokens = asked or isinstance(body, ResponsesBody)
         return counter.count(prompt, special_tokens=special_tokens, limit=room)
     longest = 0
     for text in texts:
@@ -95,6 +104,8 @@ def _longest(body: Body, texts: list[Prompt], counter: TokenCounter, room: int) 
 def _field(body: Body) -> str:
     if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
         return "body.max_completion_tokens"
+    if isinstance(body, ResponsesBody):
+        return "body.max_output_tokens"
     return "body.max_tokens"
 
 

@@ -22,16 +22,18 @@ from batch_pipeline.intake.blocks import BYTE_ORDER_MARK, Block
 from batch_pipeline.intake.bodies import (
     BODIES,
     FORWARDED,
-    NOTHING,
     Body,
     ChatBody,
+    Conversation,
     MessagesBody,
     prompts,
 )
 from batch_pipeline.intake.fields import problem_of
 from batch_pipeline.intake.fit import Prompt, fit
 from batch_pipeline.intake.problems import LineProblem
+from batch_pipeline.intake.responses import ResponsesBody
 from batch_pipeline.intake.rules import Rules
+from batch_pipeline.intake.values import NOTHING
 from batch_pipeline.wire import codes
 from batch_pipeline.wire.nesting import depth_of
 
@@ -295,6 +297,8 @@ def _texts(body: Body) -> list[Prompt]:
     if isinstance(body, MessagesBody):
         system = body.system_text()
         return [*([system] if system else []), *(turn.text() for turn in body.messages)]
+    if isinstance(body, ResponsesBody):
+        return [*body.texts()]
     return prompts(body) or []
 
 
@@ -304,11 +308,11 @@ def _first_rendered(body: Body, texts: list[Prompt]) -> bytes:
     first = texts[0]
     if isinstance(first, list):
         return " ".join(map(str, first[:room])).encode()[:room]
-    is_chat = isinstance(body, ChatBody | MessagesBody)
+    is_chat = isinstance(body, Conversation)
     if len(texts) > 1 and len(first) < room and is_chat:
         first = "\0".join([text for text in texts[:room] if isinstance(text, str)])
     beginning = first[:room].encode()[:room]
-    if isinstance(body, ChatBody | MessagesBody) and body.tools is not NOTHING:
+    if isinstance(body, Conversation) and body.tools is not NOTHING:
         return (bytes(body.tools)[:room] + b"\0" + beginning)[:room]
     return beginning
 

@@ -7,7 +7,8 @@ import re
 
 import msgspec
 
-from batch_pipeline.intake.bodies import LOGPROBS_RULES, RULES
+from batch_pipeline.intake.bodies import OWN_RULES, RULES
+from batch_pipeline.models import RESPONSES
 from batch_pipeline.plain import printable
 from batch_pipeline.wire import codes
 
@@ -72,8 +73,9 @@ def wrong_body(error: msgspec.ValidationError, endpoint: str) -> str:
     where = f"body.{path}" if path else "body"
     if ".content" in path:
         return f"{where} must be a text or a list of text parts (images, audio and files are not taken): {_plain(what)}"
-    rule = LOGPROBS_RULES.get(endpoint) if field == "logprobs" else RULES.get(field)
-    if rule is None or (path != field and not missing and field == "messages"):
+    rule = OWN_RULES.get((endpoint, field), RULES.get(field))
+    is_inside = path != field and ((field == "messages" and not missing) or (endpoint, field) == (RESPONSES, "input"))
+    if rule is None or is_inside:
         return f"{where} is not as {endpoint} takes it: {_plain(what)}"
     return f"{where} must be {rule}: {_plain(what)}"
 

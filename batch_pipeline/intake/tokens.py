@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from batch_pipeline.intake.bodies import ChatBody, MessagesBody, is_given
+from batch_pipeline.intake.bodies import Conversation, MessagesBody
+from batch_pipeline.intake.responses import ResponsesBody
 from batch_pipeline.intake.templates import ChatTemplate, TemplateFailed
+from batch_pipeline.intake.values import is_given
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -103,10 +105,13 @@ class TokenCounter:
                     return surely
         return len(self._tokenizer.encode(text, add_special_tokens=special_tokens))
 
-    def prompt_of(self, body: ChatBody | MessagesBody) -> str | None:
+    def prompt_of(self, body: Conversation) -> str | None:
         """Return the text that the engine makes of a conversation, or None where only the engine can tell."""
         if isinstance(body, MessagesBody):
             return self._prompt_of_messages(body)
+        if isinstance(body, ResponsesBody):
+            made = body.plain_messages()
+            return None if made is None else self._rendered(made, add_generation_prompt=True)
         if self._template is None or body.continue_final_message:
             return None
         if any(is_given(getattr(body, field)) for field in _ENGINES_BUSINESS):

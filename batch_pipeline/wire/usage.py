@@ -31,6 +31,8 @@ class ReportedUsage(msgspec.Struct, gc=False):
     output_tokens: int | None = None
     cache_read_input_tokens: int | None = None
     cache_creation_input_tokens: int | None = None
+    # As OpenAI's responses have it: the cached ones are in the first. Only they have this one.
+    input_tokens_details: Details | None = None
 
 
 class AnswerBody(msgspec.Struct, gc=False):
@@ -54,6 +56,10 @@ def tokens_of(usage: ReportedUsage | None) -> Tokens:
     """Return the tokens that count."""
     if usage is None:
         return NO_TOKENS
+    if usage.prompt_tokens is None and usage.input_tokens is not None and usage.input_tokens_details is not None:
+        whole = _counted(usage.input_tokens)
+        cached = _counted(usage.input_tokens_details.cached_tokens)
+        return Tokens(whole, min(cached, whole), _counted(usage.output_tokens))
     if usage.prompt_tokens is None and usage.input_tokens is not None:
         read, made = _counted(usage.cache_read_input_tokens), _counted(usage.cache_creation_input_tokens)
         whole = _counted(_counted(usage.input_tokens) + read + made)

@@ -16,6 +16,12 @@ _REFUSALS = frozenset({401, 403, 407, 408, 425, 429, 503})
 """Statuses that say nothing about the request: the engine as a whole is busy, away, or does not know us."""
 
 
+_NO_RESULT = frozenset({"failed", "cancelled", "queued", "in_progress"})
+"""What a response (/v1/responses) with status 200 says of itself where the engine broke off, or has not begun.
+`completed` is a result, and so is `incomplete`: it ends at max_output_tokens, as a chat with `finish_reason: length`.
+"""
+
+
 class Meaning(Enum):
     """What an answer means for the request."""
 
@@ -32,7 +38,7 @@ def meaning(answer: Answer) -> Meaning:
     if answer.status in _REFUSALS:
         return Meaning.REFUSED
     if 200 <= answer.status < 300 and answer.is_json:
-        return Meaning.FINAL
+        return Meaning.FAILED if answer.state in _NO_RESULT else Meaning.FINAL
     if 400 <= answer.status < 500:
         return Meaning.FINAL
     return Meaning.FAILED
@@ -44,9 +50,29 @@ def salted(body: bytes, customer: str) -> bytes:
     What was cached for one customer is then never a hit for another: the cached tokens that a result tells would say
     what others have asked. Intake lets no customer set a salt.
     """
-    start = body.rstrip()[:-1]
     salt = hashlib.sha256(f"batch-pipeline:{customer}".encode()).hexdigest()[:32]
-    return b'%s%s"cache_salt":"%s"}' % (start, b"" if start.rstrip().endswith(b"{") else b",", salt.encode())
+    return _with(body, b'"cache_salt":"%s"' % salt.encode())
+
+
+def unstored(body: bytes) -> bytes:
+    """Return a body of /v1/responses that tells the engine to keep nothing.
+
+    vLLM would keep each response for ever where VLLM_ENABLE_RESPONSES_API_STORE is set. Intake takes the customer's own
+    `store` out.
+    """
+    return _with(body, b'"store":false')
+
+
+def said(answer: Answer) -> str:
+    """Return what the engine answered, for a message."""
+    state = f'with a response that is "{answer.state}"' if answer.state in _NO_RESULT else ""
+    return " ".join(word for word in (str(answer.status), answer.message, state) if word)
+
+
+def _with(body: bytes, member: bytes) -> bytes:
+    """Return a JSON object with one more member at its end."""
+    start = body.rstrip()[:-1]
+    return b"%s%s%s}" % (start, b"" if start.rstrip().endswith(b"{") else b",", member)
 
 
 def from_answer(batch_id: str, request: ChunkRequest, answer: Answer) -> FinishedRequest:

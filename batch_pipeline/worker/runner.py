@@ -22,7 +22,7 @@ from typing import Protocol
 
 from batch_pipeline.engine import Answer, AnswerTimeout, AnswerTooLarge, ConnectionLost, Engine, EngineClient
 from batch_pipeline.errors import EngineError
-from batch_pipeline.models import Model
+from batch_pipeline.models import RESPONSES, Model
 from batch_pipeline.settings import Worker as WorkerSettings
 from batch_pipeline.wire import codes
 from batch_pipeline.wire.chunk_files import FinishedRequest
@@ -202,6 +202,8 @@ class Runner:
         lease, body = flight.chunk.lease, flight.request.body
         if self._isolate:
             body = outcome.salted(body, lease.customer)
+        if lease.endpoint == RESPONSES:
+            body = outcome.unstored(body)
         began = self._clocks.monotonic()
         try:
             flight.limit_seconds = self._patience.limit(flight.request, flight.timeouts)
@@ -246,7 +248,7 @@ class Runner:
                 self._refused(flight, f"{answer.status} {answer.message}".strip(), answer.retry_after_seconds)
             case Meaning.FAILED:
                 # An engine whose core has just died says 500 to all that were in flight.
-                self._broken.append((flight, f"the engine answered {answer.status} {answer.message}".strip()))
+                self._broken.append((flight, f"the engine answered {outcome.said(answer)}"))
                 self._doubt_engine()
 
     def _refused(self, flight: Flight, said: str, asked_seconds: float | None) -> None:

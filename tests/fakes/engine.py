@@ -8,6 +8,7 @@ Faults that one request brings along stand in its prompt, so that they survive a
 
     [[die]] the process ends at once     [[hang]] no answer, ever      [[slow:0.5]] an answer after so many seconds
     [[400]] [[500]] [[503]] ...          that status, always           [[reset]]    the connection is closed without one
+    [[failed]]                           a response (/v1/responses) with status 200 that says that it failed
 
 Faults of the whole engine are set through `POST /fake/control`, a `Control`; `GET /fake/stats` tells what it saw.
 The journal gets one line, the prompt's last line, for each request that arrives, before anything else happens.
@@ -43,7 +44,17 @@ STARVED_SECONDS = 10.0
 """After so long without new requests, an engine that wants more of them has been starved."""
 _DIRECTIVE = re.compile(r"\[\[([a-z0-9]+)(?::([0-9.]+))?\]\]")
 _MESSAGES = "/v1/messages"
-_ENDPOINTS = {"/v1/chat/completions": "chatcmpl", "/v1/completions": "cmpl", _MESSAGES: "chatcmpl"}
+_RESPONSES = "/v1/responses"
+_ENDPOINTS = {
+    "/v1/chat/completions": "chatcmpl",
+    "/v1/completions": "cmpl",
+    _MESSAGES: "chatcmpl",
+    _RESPONSES: "resp",
+}
+_EMPTY_IN_RESPONSES = (
+    *("max_tool_calls", "previous_response_id", "prompt", "reasoning", "text", "top_logprobs", "user"),
+    *("kv_transfer_params", "ec_transfer_params", "input_messages", "output_messages"),
+)
 
 
 class Control(msgspec.Struct, forbid_unknown_fields=True):
@@ -177,7 +188,7 @@ class FakeEngine:
                 return _error(int(word), f"asked for by the prompt: {word}", path=path)
         if self._delay_seconds:
             await asyncio.sleep(self._delay_seconds * (1 + self._spread * _share(prompt)))
-        make = _message if path == _MESSAGES else _completion
+        make = {_MESSAGES: _message, _RESPONSES: _response}.get(path, _completion)
         return make(path, body, prompt, self._model)
 
     def _refusal(self) -> web.StreamResponse | None:
@@ -196,7 +207,9 @@ def _prompt(path: str, body: Any) -> str:
         return ""
     if path == "/v1/completions":
         return str(body.get("prompt", ""))
-    messages = body.get("messages")
+    messages = body.get("input" if path == _RESPONSES else "messages")
+    if path == _RESPONSES and isinstance(messages, str):
+        return messages
     if not isinstance(messages, list):
         return ""
     return "\n".join(str(message.get("content", "")) for message in messages if isinstance(message, dict))
@@ -211,11 +224,13 @@ def _problem(path: str, body: Any, model: str) -> web.Response | None:
     """Return the answer to a body that vLLM refuses, as far as tests need it."""
     if not isinstance(body, dict):
         return _error(400, "Input should be a valid dictionary")
-    wanted = body.get("max_tokens", body.get("max_completion_tokens", 16))
+    wanted = body.get("max_tokens", body.get("max_completion_tokens", body.get("max_output_tokens", 16)))
     temperature = body.get("temperature", 1.0)
     if path in ("/v1/chat/completions", _MESSAGES) and not isinstance(body.get("messages"), list):
         return _error(400, "messages: Field required")
     missing = {
+        "input: Field required": path == _RESPONSES
+        and not (body.get("input") and isinstance(body["input"], str | list)),
         "Either prompt or prompt_embeds must be provided and non-empty.": path == "/v1/completions"
         and "prompt" not in body,
         "max_tokens: Field required, and positive": path == _MESSAGES
@@ -290,6 +305,58 @@ def _message(path: str, body: dict[str, Any], prompt: str, model: str) -> web.Re
                 "cache_creation_input_tokens": 0,
                 "cache_read_input_tokens": given // 2,
             },
+        }
+    )
+
+
+def _response(path: str, body: dict[str, Any], prompt: str, model: str) -> web.Response:
+    """Return the answer of OpenAI's endpoint of responses."""
+    digest = hashlib.sha256(prompt.encode()).hexdigest()
+    given, made = len(prompt.split()) + 4, 6
+    most = body.get("max_output_tokens") or CONTEXT - given
+    is_cut = most < made
+    text = {"annotations": [], "text": f"The answer is {digest[:12]}.", "type": "output_text", "logprobs": None}
+    message = {"id": f"msg_{digest[:16]}", "content": [text], "role": "assistant", "status": "completed"}
+    return _json(
+        {
+            **dict.fromkeys(_EMPTY_IN_RESPONSES),
+            "id": f"{_ENDPOINTS[path]}_{digest[:16]}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "status": "failed" if "[[failed]]" in prompt else "incomplete" if is_cut else "completed",
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "instructions": body.get("instructions"),
+            "metadata": body.get("metadata"),
+            "model": model,
+            "output": [{**message, "type": "message", "phase": None}],
+            "usage": {
+                "input_tokens": given,
+                "input_tokens_details": {
+                    "cached_tokens": given // 2,
+                    "cache_write_tokens": 0,
+                    "input_tokens_per_turn": [],
+                    "cached_tokens_per_turn": [],
+                },
+                "output_tokens": made,
+                "output_tokens_details": {
+                    "reasoning_tokens": 0,
+                    "tool_output_tokens": 0,
+                    "output_tokens_per_turn": [],
+                    "tool_output_tokens_per_turn": [],
+                },
+                "total_tokens": given + made,
+            },
+            "parallel_tool_calls": True,
+            "tool_choice": "none",
+            "tools": [],
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "background": False,
+            "max_output_tokens": most,
+            "service_tier": "auto",
+            "truncation": "disabled",
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
         }
     )
 

@@ -52,7 +52,7 @@ def write_model(folder: Path, template: str | None = TEMPLATE) -> Path:
 
 def small_settings(source: Path, **changes: int | str) -> Settings:
     """Return settings whose catalogue has the model in `source` and one for embeddings; `changes` are of its intake."""
-    endpoints = ["/v1/chat/completions", "/v1/completions", "/v1/messages"]
+    endpoints = ["/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"]
     return Settings(
         intake=msgspec.structs.replace(Intake(), **changes),
         models={

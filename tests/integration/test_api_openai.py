@@ -14,6 +14,7 @@ import httpx
 import openai
 import pytest
 from openai.types import Batch
+from openai.types.responses import Response
 
 from batch_pipeline.intake import drop
 from batch_pipeline.ledger import Ledger, schema
@@ -73,6 +74,53 @@ def test_a_batch_goes_from_upload_to_results(
     assert set(refused["response"]["body"]["error"]) >= {"message", "type", "param", "code"}
     shown = client.files.retrieve(done.output_file_id)
     assert (shown.purpose, shown.bytes) == ("batch_output", len(client.files.content(shown.id).content))
+    assert verify(batch.id, ledger=ledger, store=store).holds
+
+
+@one_ledger
+def test_a_batch_of_responses_goes_from_upload_to_results(
+    client: openai.OpenAI, run: Run, ledger: Ledger, store: ObjectStore
+) -> None:
+    def asked(custom_id: str, given: object, **more: object) -> bytes:
+        body = {"model": MODEL, "input": given, **more}
+        entry = {"custom_id": custom_id, "method": "POST", "url": "/v1/responses", "body": body}
+        return json.dumps(entry).encode() + b"\n"
+
+    parts = [{"role": "user", "content": [{"type": "input_text", "text": "one two"}]}]
+    data = (
+        asked("text", "one two three", store=True)
+        + asked("items", parts, instructions="Be brief.", max_output_tokens=100)
+        + asked("cut", "one", max_output_tokens=2)
+        + asked("refused", "[[400]] no")
+        + asked("broken", "[[failed]]")
+        + asked("stateful", "one", previous_response_id="resp_1")
+    )
+    batch = create(client, data, endpoint="/v1/responses")
+    run(batch.id)
+    done = client.batches.retrieve(batch.id)
+    assert (done.status, done.endpoint, done.model) == ("completed", "/v1/responses", MODEL)
+    assert done.request_counts is not None
+    assert (done.request_counts.completed, done.request_counts.failed) == (3, 3)
+    output = [json.loads(entry) for entry in client.files.content(done.output_file_id).text.splitlines()]
+    answers = {entry["custom_id"]: Response.model_validate(entry["response"]["body"]) for entry in output}
+    assert {name: answer.status for name, answer in answers.items()} == {
+        "text": "completed",
+        "items": "completed",
+        "cut": "incomplete",
+    }
+    assert all(answer.output_text.startswith("The answer is") for answer in answers.values())
+    assert done.usage is not None
+    usages = [answer.usage for answer in answers.values()]
+    assert done.usage.input_tokens == sum(usage.input_tokens for usage in usages if usage)
+    assert done.usage.output_tokens == sum(usage.output_tokens for usage in usages if usage) > 0
+    cached = sum(usage.input_tokens_details.cached_tokens for usage in usages if usage)
+    assert done.usage.input_tokens_details.cached_tokens == cached > 0
+    errors = [json.loads(entry) for entry in client.files.content(done.error_file_id).text.splitlines()]
+    said = {entry["custom_id"]: entry for entry in errors}
+    assert said["refused"]["response"]["status_code"] == 400
+    assert said["broken"]["error"]["code"] == "engine_error"
+    assert '200 with a response that is "failed"' in said["broken"]["error"]["message"]
+    assert "previous_response_id" in said["stateful"]["error"]["message"]
     assert verify(batch.id, ledger=ledger, store=store).holds
 
 

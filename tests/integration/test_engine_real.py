@@ -25,14 +25,21 @@ from tests.fakes.workers import MODEL, REPOSITORY, attached, lines_of, make_work
 # Three starts of the engine: minutes each on a busy machine.
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 CHAT, TEXT, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
+RESPONSES = "/v1/responses"
 HELLO = {"model": MODEL, "messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 4}
 ONCE = {"model": MODEL, "prompt": "Hello", "max_tokens": 4}
+ASKED = {"model": MODEL, "input": "Say hello.", "max_output_tokens": 4, "store": False}
+PARTS = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Say hello."}]}
 GOOD = [
     (CHAT, HELLO),
     (CHAT, {**HELLO, "n": 2}),
     (TEXT, ONCE),
     (MESSAGES, HELLO),
     (MESSAGES, {**HELLO, "system": "Be brief.", "cache_salt": "salt", "stop_sequences": ["zzz"], "top_k": 3}),
+    (RESPONSES, ASKED),
+    (RESPONSES, {**ASKED, "max_output_tokens": 60, "temperature": 0}),
+    (RESPONSES, {**ASKED, "instructions": "Be brief.", "cache_salt": "salt", "metadata": {"a": "b"}}),
+    (RESPONSES, {**ASKED, "input": [PARTS, {"role": "assistant", "content": "Hello"}, PARTS]}),
 ]
 BAD: list[tuple[str, Any]] = [
     (CHAT, {**HELLO, "model": "another"}),
@@ -50,6 +57,14 @@ BAD: list[tuple[str, Any]] = [
     (MESSAGES, {**HELLO, "max_tokens": 0}),
     (MESSAGES, {**HELLO, "max_tokens": 5000}),
     (MESSAGES, {**HELLO, "temperature": -1}),
+    (RESPONSES, {**ASKED, "model": "another"}),
+    (RESPONSES, {"model": MODEL}),
+    (RESPONSES, {**ASKED, "input": 5}),
+    (RESPONSES, {**ASKED, "input": []}),
+    (RESPONSES, {**ASKED, "max_output_tokens": 0}),
+    (RESPONSES, {**ASKED, "max_output_tokens": 5000}),
+    (RESPONSES, {**ASKED, "temperature": -1}),
+    (RESPONSES, []),
 ]
 
 

@@ -16,7 +16,7 @@ from batch_pipeline.intake import grammars
 from batch_pipeline.intake.blocks import Block
 from batch_pipeline.intake.bodies import FORWARDED
 from batch_pipeline.intake.chunks import _forwarded
-from batch_pipeline.intake.fields import REFUSED
+from batch_pipeline.intake.fields import REFUSED, STATEFUL
 from batch_pipeline.intake.lines import Request, check_block
 from batch_pipeline.intake.problems import LineProblem
 from batch_pipeline.intake.rules import Rules
@@ -26,7 +26,7 @@ from batch_pipeline.worker.outcome import salted
 from tests.fakes.small_model import NAME, small_settings, write_model
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
-MESSAGES = "/v1/messages"
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "security.md"
 USER = {"role": "user", "content": "hi"}
 BODIES: dict[str, dict[str, Any]] = {
@@ -34,6 +34,7 @@ BODIES: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"model": NAME, "prompt": "hi"},
     EMBEDDINGS: {"model": "embedder", "input": "hi"},
     MESSAGES: {"model": NAME, "messages": [USER], "max_tokens": 5},
+    RESPONSES: {"model": NAME, "input": "hi"},
 }
 
 
@@ -81,7 +82,7 @@ def sent(body: dict[str, Any], settings: Settings, endpoint: str = CHAT) -> dict
 
 def documented(endpoint: str) -> dict[str, str]:
     """What docs/security.md says of each field: passed, taken out, refused."""
-    column = {CHAT: 1, COMPLETIONS: 2, EMBEDDINGS: 3, MESSAGES: 4}[endpoint]
+    column = {CHAT: 1, COMPLETIONS: 2, EMBEDDINGS: 3, MESSAGES: 4, RESPONSES: 5}[endpoint]
     fields = {}
     for row in re.findall(r"^\| (`.*) \|$", DOCUMENT.read_text(encoding="utf-8"), re.MULTILINE):
         cells = [cell.strip() for cell in row.split("|")]
@@ -91,20 +92,22 @@ def documented(endpoint: str) -> dict[str, str]:
     return fields
 
 
-@pytest.mark.parametrize("endpoint", [CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES])
+@pytest.mark.parametrize("endpoint", [CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, RESPONSES])
 def test_every_field_of_the_installed_vllm_is_decided_and_documented(endpoint: str) -> None:
     protocol = {
         CHAT: ("vllm.entrypoints.openai.chat_completion.protocol", "ChatCompletionRequest"),
         COMPLETIONS: ("vllm.entrypoints.openai.completion.protocol", "CompletionRequest"),
         EMBEDDINGS: ("vllm.entrypoints.pooling.embed.protocol", "EmbeddingCompletionRequest"),
         MESSAGES: ("vllm.entrypoints.anthropic.protocol", "AnthropicMessagesRequest"),
+        RESPONSES: ("vllm.entrypoints.openai.responses.protocol", "ResponsesRequest"),
     }[endpoint]
     fields = set(getattr(pytest.importorskip(protocol[0]), protocol[1]).model_fields)
     says = documented(endpoint)
     assert fields <= says.keys(), fields - says.keys()
     for field in fields:
         kept = field in FORWARDED[endpoint]
-        assert says[field] == ("refused" if kept and field in REFUSED else "passed" if kept else "taken out"), field
+        refused = field in REFUSED or (endpoint == RESPONSES and field in STATEFUL)
+        assert says[field] == ("refused" if kept and refused else "passed" if kept else "taken out"), field
 
 
 @pytest.mark.parametrize(
@@ -114,7 +117,7 @@ def test_every_field_of_the_installed_vllm_is_decided_and_documented(endpoint: s
         *("stream_options", "mm_payload", "a_field_of_tomorrow", "mcp_servers", "store"),
     ],
 )
-@pytest.mark.parametrize("endpoint", [CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES])
+@pytest.mark.parametrize("endpoint", [CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, RESPONSES])
 def test_fields_that_are_not_the_customers_never_reach_an_engine(field: str, endpoint: str, settings: Settings) -> None:
     for value in (-5, "text", {"host": "10.0.0.1"}, [1]):
         assert sent({field: value}, settings, endpoint) == BODIES[endpoint]

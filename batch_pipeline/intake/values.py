@@ -1,0 +1,24 @@
+"""The values that fields of bodies take, whatever the endpoint: msgspec's constraints, each with a name."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta, Raw
+
+Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Unit = Annotated[float, Meta(ge=0, le=1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+NOTHING = Raw(b"null")
+
+Words = Annotated[list[str], Meta(max_length=256)]
+TokenIds = Annotated[list[TokenId], Meta(max_length=1024)]
+
+
+def is_given(raw: Raw) -> bool:
+    """Return whether a field that is kept raw is there and not null."""
+    return raw is not NOTHING and bytes(raw) != b"null"
