@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
@@ -119,7 +120,7 @@ def test_the_fake_answers_in_the_form_of_the_real_engine(real_url: str) -> None:
     for question, real, answer in zip(GOOD, ask(real_url, GOOD), pretended, strict=True):
         assert (real.status, answer.status) == (200, 200), question
         assert shape(json.loads(answer.body)) == shape(json.loads(real.body)), question
-        assert real.request_id.startswith(answer.request_id.partition("-")[0])
+        assert real.request_id.startswith(re.split("[-_]", answer.request_id)[0])
         assert min(real.input_tokens, real.output_tokens, answer.input_tokens, answer.output_tokens) > 0
 
 
@@ -130,6 +131,20 @@ def test_the_fake_refuses_what_the_real_engine_refuses(real_url: str) -> None:
         assert 400 <= real.status < 500, question
         assert answer.status == real.status, question
         assert shape(json.loads(answer.body)) == shape(json.loads(real.body)), question
+
+
+def test_the_real_engine_loses_or_breaks_at_the_items_that_intake_refuses(real_url: str) -> None:
+    def answered(*content: dict[str, Any]) -> tuple[str, Any]:
+        message = {"type": "message", "role": "assistant", "content": list(content)}
+        return RESPONSES, {**ASKED, "input": [PARTS, message, PARTS]}
+
+    hello, more = ({"type": "output_text", "text": text} for text in ("Hello", "and many more words than that"))
+    one, two, refusal = ask(
+        real_url, [answered(hello), answered(hello, more), answered({"type": "refusal", "refusal": "no"})]
+    )
+    assert (one.status, two.status) == (200, 200)
+    assert one.input_tokens == two.input_tokens
+    assert refusal.status == 500
 
 
 def test_a_worker_runs_a_batch_on_the_real_engine(
