@@ -336,10 +336,8 @@ def _check_addresses(settings: Settings) -> list[str]:
     }
     problems += [f"{field} is empty" for field, text in texts.items() if not text.strip()]
     if not LEDGER_URL.match(settings.ledger.url):
-        problems.append(
-            "ledger.url must be sqlite:///FILE or postgresql+psycopg://USER:PASSWORD@HOST/DATABASE, not "
-            f"{settings.ledger.url!r}"
-        )
+        # Without the URL: it may hold a password.
+        problems.append("ledger.url must be sqlite:///FILE or postgresql+psycopg://USER:PASSWORD@HOST/DATABASE")
     return problems
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from batch_pipeline.errors import CustomerError
+import click
+
 from batch_pipeline.intake import options, submission
 from batch_pipeline.ledger.records import BatchStatus, Door
 from batch_pipeline.results import collect, outbox
 from batch_pipeline.results.status import StatusDocument, current_status
-from batch_pipeline.wire import codes
 
 if TYPE_CHECKING:
     from batch_pipeline.cli.app import App
@@ -60,7 +60,7 @@ class Direct:
     def submit(self, wanted: Submission) -> str:
         """Make a batch of a file; return its id."""
         if wanted.customer is None:
-            raise CustomerError(codes.INVALID_OPTION, "--customer is missing: say whose batch it is")
+            raise click.UsageError("Missing option '--customer': whose batch it is.", click.get_current_context())
         app = self._app
         chosen = options.choose(
             app.settings.intake,

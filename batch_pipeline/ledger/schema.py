@@ -119,7 +119,9 @@ sa.Index("batches_with_objects", batches.c.ended_at, postgresql_where=has_object
 sa.Index("batches_by_name", batches.c.customer, batches.c.name, batches.c.created_at)
 sa.Index("batches_by_customer", batches.c.customer, batches.c.created_at)
 sa.Index("batches_by_time", batches.c.created_at)
-sa.Index("batches_open_by_customer", batches.c.customer, postgresql_where=is_open, sqlite_where=is_open)
+sa.Index(
+    "batches_open_by_customer", batches.c.customer, batches.c.created_at, postgresql_where=is_open, sqlite_where=is_open
+)
 sa.Index("batches_by_end", batches.c.ended_at, batches.c.batch_id)
 
 chunks = sa.Table(

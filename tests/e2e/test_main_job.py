@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
+from openai.types import Batch
 
 from batch_pipeline import settings as configuration
 from batch_pipeline.embedded import demo
@@ -17,6 +19,8 @@ from batch_pipeline.ledger import Ledger
 from batch_pipeline.results.status import StatusDocument
 from batch_pipeline.results.verify import verify
 from batch_pipeline.store import ObjectStore
+from tests.fakes.openai_client import create, line
+from tests.fakes.workers import wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500)]
 
@@ -38,8 +42,22 @@ class Done:
         self.reasons: set[str] = set()
         for drop in self.drops:
             demo.put(drop, "e2e", self.store)
+        self.ledger.customers.add("initech")
+        key = self.ledger.customers.add_key("initech").secret
+        self.client = openai.OpenAI(base_url=f"{stack.addresses().api}/v1", api_key=key)
+        self.asked = self._ask()
         outbox = demo.Outbox(self.store, "e2e", 0.0)
         self.documents = demo.follow(self.drops, outbox, stack, self._note, LIMIT_SECONDS)
+        wait_until(lambda: self.poll().status == "completed", "the SDK's batch has completed", LIMIT_SECONDS)
+
+    def _ask(self) -> Batch:
+        """Hand in a file with the `openai` SDK."""
+        lines = [line(name, f"Say {name}.") for name in ("yes", "no")] + [b"{bad\n"]
+        return create(self.client, b"".join(lines), metadata={"door": "sdk"})
+
+    def poll(self) -> Batch:
+        """Return the SDK's batch as it is now."""
+        return self.client.batches.retrieve(self.asked.id)
 
     def _note(self, documents: Any) -> None:
         self.reasons |= {document.reason for document in documents if document.reason}
@@ -62,6 +80,7 @@ class Done:
 def done(stack: Stack, stack_config: Path) -> Iterator[Done]:
     finished = Done(stack, stack_config)
     yield finished
+    finished.client.close()
     finished.ledger.close()
 
 
@@ -81,11 +100,26 @@ def test_every_example_comes_back_once_and_proved(done: Done) -> None:
 def test_the_answers_are_the_models(done: Done) -> None:
     for document in done.documents:
         assert document.files.output is not None
-        for line in done.store.get(document.files.output).splitlines():
-            body = json.loads(line)["response"]["body"]
+        for answer in done.store.get(document.files.output).splitlines():
+            body = json.loads(answer)["response"]["body"]
             assert body["model"] == "smollm2-135m"
             assert body["choices"][0]["message"]["content"].strip()
             assert body["usage"]["completion_tokens"] > 0
+
+
+def test_the_openai_sdk_gets_its_results_from_the_same_service(done: Done) -> None:
+    batch = done.poll()
+    assert batch.request_counts is not None
+    assert (batch.request_counts.total, batch.request_counts.completed, batch.request_counts.failed) == (3, 2, 1)
+    assert batch.metadata == {"door": "sdk"}
+    output = done.client.files.content(str(batch.output_file_id)).text.splitlines()
+    answers = {entry["custom_id"]: entry["response"]["body"] for entry in map(json.loads, output)}
+    assert sorted(answers) == ["no", "yes"]
+    assert all(answer["choices"][0]["message"]["content"].strip() for answer in answers.values())
+    (bad,) = done.client.files.content(str(batch.error_file_id)).text.splitlines()
+    assert json.loads(bad)["error"]["code"] == "invalid_json_line"
+    assert verify(batch.id, ledger=done.ledger, store=done.store).holds
+    assert done.store.head(f"outbox/initech/{batch.id}/output.jsonl") is not None
 
 
 def test_whatever_a_batch_waited_for_had_a_name(done: Done) -> None:
@@ -106,7 +140,7 @@ def test_dagster_shows_each_batch_from_upload_to_results(done: Done) -> None:
             path=[asset],
         )
         shown = {event["partition"] for event in data["assetOrError"]["assetMaterializations"]}
-        assert shown == {document.id for document in done.documents}, asset
+        assert shown == {done.asked.id, *(document.id for document in done.documents)}, asset
 
 
 def test_a_backfill_of_what_is_done_changes_nothing(done: Done) -> None:

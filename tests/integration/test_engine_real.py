@@ -10,16 +10,20 @@ from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import psutil
 import pytest
 
+from batch_pipeline import intake
 from batch_pipeline.embedded.model import make_smollm2, make_tiny
 from batch_pipeline.engine import Answer, EngineClient, VllmServer
 from batch_pipeline.ledger import Ledger
 from batch_pipeline.models import Model
+from batch_pipeline.results.merge import merge
 from batch_pipeline.settings import Settings
 from batch_pipeline.store import ObjectStore
 from tests.fakes import engine as fake_engine
+from tests.fakes import service
 from tests.fakes.batches import chat_request, make_batch
 from tests.fakes.workers import MODEL, REPOSITORY, attached, lines_of, make_worker, quick, start_process, wait_until
 
@@ -166,6 +170,36 @@ def test_a_worker_runs_a_batch_on_the_real_engine(
     (chunk, _) = ledger.chunks.of(batch.batch_id)
     assert chunk.result is not None
     assert chunk.result.engine_version == "0.32.0"
+
+
+def test_a_message_batch_of_the_anthropic_sdk_runs_on_the_real_engine(
+    real_url: str, sqlite_url: str, store: ObjectStore, settings: Settings
+) -> None:
+    ledger = Ledger.open(sqlite_url)
+
+    def request(custom_id: str, question: str, max_tokens: int = 12) -> Any:
+        messages = [{"role": "user", "content": [{"type": "text", "text": question}]}]
+        params = {"model": MODEL, "max_tokens": max_tokens, "temperature": 0, "messages": messages}
+        return {"custom_id": custom_id, "params": params}
+
+    with (
+        service.running(ledger, store, settings) as running,
+        anthropic.Anthropic(base_url=running.url, api_key=service.new_key(ledger)) as client,
+    ):
+        made = client.messages.batches.create(
+            requests=[request("paris", "What is the capital of France?"), request("long", "Say yes.", 5000)]
+        )
+        batch_id = made.id.removeprefix("msg")
+        intake.validate(batch_id, ledger=ledger, store=store, settings=settings)
+        intake.write_chunks(batch_id, ledger=ledger, store=store, settings=settings)
+        make_worker(ledger, store, quick(settings), attached(real_url)).run()
+        merge(batch_id, ledger=ledger, store=store, settings=settings, run_id=None)
+        results = {result.custom_id: result.result for result in client.messages.batches.results(made.id)}
+    assert (results["paris"].type, results["long"].type) == ("succeeded", "errored")
+    message = results["paris"].message
+    assert "Paris" in message.content[0].text
+    assert message.stop_reason in ("end_turn", "max_tokens")
+    assert ledger.batches.get(batch_id).output_tokens == message.usage.output_tokens > 0
 
 
 def test_a_killed_engine_core_is_started_again_and_nothing_outlives_a_killed_worker(

@@ -18,6 +18,7 @@ FINISHED = 2_000
 GROWING = {"batches", "chunks", "lanes", "events"}
 OF_OPEN_WORK = {
     "batches_open",
+    "batches_open_by_customer",
     "batches_undecided",
     "batches_unshown",
     "chunks_pending",
