@@ -33,7 +33,8 @@ CHAT, TEXT, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
 RESPONSES = "/v1/responses"
 HELLO = {"model": MODEL, "messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 4}
 ONCE = {"model": MODEL, "prompt": "Hello", "max_tokens": 4}
-ASKED = {"model": MODEL, "input": "Say hello.", "max_output_tokens": 4, "store": False}
+# Four tokens whatever the model says: a response that ends by itself has other fields.
+ASKED = {"model": MODEL, "input": "Say hello.", "max_output_tokens": 4, "temperature": 0, "ignore_eos": True}
 PARTS = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Say hello."}]}
 GOOD = [
     (CHAT, HELLO),
@@ -42,9 +43,9 @@ GOOD = [
     (MESSAGES, HELLO),
     (MESSAGES, {**HELLO, "system": "Be brief.", "cache_salt": "salt", "stop_sequences": ["zzz"], "top_k": 3}),
     (RESPONSES, ASKED),
-    (RESPONSES, {**ASKED, "max_output_tokens": 60, "temperature": 0}),
+    (RESPONSES, {**ASKED, "max_output_tokens": 60, "ignore_eos": False, "store": False}),
     (RESPONSES, {**ASKED, "instructions": "Be brief.", "cache_salt": "salt", "metadata": {"a": "b"}}),
-    (RESPONSES, {**ASKED, "input": [PARTS, {"role": "assistant", "content": "Hello"}, PARTS]}),
+    (RESPONSES, {**ASKED, "input": [PARTS]}),
 ]
 BAD: list[tuple[str, Any]] = [
     (CHAT, {**HELLO, "model": "another"}),
