@@ -72,7 +72,7 @@ async def create_message_batch(
     limits = settings.limited(services.settings.intake, caller.limits)
     receiver = Receiver(services.store, keys.input_file(batch_id), limits.max_file_bytes)
     reader = RequestReader(min(MOST_REQUESTS, limits.max_requests), limits.max_line_bytes)
-    async with services.receiving:
+    async with services.receiving.place(caller.customer):
         try:
             await _receive(request, reader, receiver)
             await receiver.finish()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.metadata import version
@@ -24,7 +23,7 @@ from batch_pipeline.api import (
 )
 from batch_pipeline.api.rates import Rates
 from batch_pipeline.api.requests import Requests
-from batch_pipeline.api.services import Services
+from batch_pipeline.api.services import Receiving, Services
 from batch_pipeline.api.webhooks import delivering
 from batch_pipeline.ledger import Ledger
 from batch_pipeline.settings import Settings
@@ -58,7 +57,7 @@ def create_app(ledger: Ledger, store: ObjectStore, settings: Settings) -> FastAP
         store=store,
         settings=settings,
         rates=Rates(),
-        receiving=asyncio.Semaphore(settings.api.uploads),
+        receiving=Receiving(settings.api.uploads),
     )
     problems.install(app)
     app.add_middleware(Requests, idle_seconds=settings.api.idle_seconds)

@@ -47,7 +47,7 @@ async def create_file(request: Request, caller: Authenticated, services: Shared)
     key = keys.uploaded_file(caller.customer, file_id)
     limits = limited(services.settings.intake, caller.limits)
     receiver = Receiver(services.store, key, limits.max_file_bytes)
-    async with services.receiving:
+    async with services.receiving.place(caller.customer):
         try:
             form = await receive(request, "file", receiver)
             purpose = parameters.purpose(form.fields.get("purpose"))

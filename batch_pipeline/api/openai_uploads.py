@@ -68,7 +68,7 @@ async def add_part(upload_id: str, request: Request, caller: Authenticated, serv
     key = keys.upload_part(caller.customer, upload_id, part_id)
     await to_thread.run_sync(_check_room, caller, services, upload_id)
     receiver = Receiver(services.store, key, MOST_PART_BYTES)
-    async with services.receiving:
+    async with services.receiving.place(caller.customer):
         try:
             await receive(request, "data", receiver)
             await receiver.finish()

@@ -115,6 +115,11 @@ def _customers(error: CustomerError) -> Problem:
 def _invalid(error: RequestValidationError) -> Problem:
     """Return what FastAPI found wrong with parameters or a body: the first of it, where it is, in plain words."""
     first = error.errors()[0] if error.errors() else {"loc": (), "msg": "the request is not as the API takes it"}
+    if first.get("type") == "json_invalid":
+        return Problem(status=400, message="the body is not valid JSON", code="invalid_request")
+    if tuple(first["loc"]) == ("body",):
+        said = "the body is missing" if first.get("type") == "missing" else "the body must be a JSON object"
+        return Problem(status=400, message=f"{said}; its Content-Type is application/json", code="invalid_request")
     where = [str(part) for part in first["loc"] if part not in ("body", "query", "path", "header")]
     param = printable(".".join(where)[:200], kept="") or None
     said = str(first["msg"])

@@ -110,6 +110,10 @@ async def receive(request: Request, file_field: str, receiver: Receiver) -> Form
     return reader.form
 
 
+_LONGEST_BOUNDARY = 70
+"""RFC 2046, 5.1.1."""
+
+
 class _Reader:
     """Turns the body's bytes into fields and the file's bytes."""
 
@@ -119,8 +123,11 @@ class _Reader:
             raise _refused("send the file as multipart/form-data", None)
         self.form = Form()
         self._file_field = file_field
+        boundary = options[b"boundary"]
+        if not 1 <= len(boundary) <= _LONGEST_BOUNDARY:
+            raise _refused(f"the boundary of multipart/form-data has 1 to {_LONGEST_BOUNDARY} characters", None)
         self._parser = MultipartParser(
-            options[b"boundary"],
+            boundary,
             {
                 "on_part_begin": self._begin,
                 "on_header_field": self._header_name,

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Annotated
+from weakref import WeakValueDictionary
 
 from fastapi import Depends, Request
 
@@ -12,6 +15,27 @@ from batch_pipeline.api.rates import Rates
 from batch_pipeline.ledger import Ledger
 from batch_pipeline.settings import Settings
 from batch_pipeline.store import ObjectStore
+
+
+class Receiving:
+    """Places for the bodies of files that are received: they bound the memory of all of them together.
+
+    One customer has half of them at most, so that slow uploads of one leave places for the others.
+    """
+
+    def __init__(self, places: int) -> None:
+        self._share = max(1, places // 2)
+        self._all = asyncio.Semaphore(places)
+        self._own: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+
+    @asynccontextmanager
+    async def place(self, customer: str) -> AsyncIterator[None]:
+        """Hold a place as soon as there is one."""
+        own = self._own.get(customer)
+        if own is None:
+            own = self._own[customer] = asyncio.Semaphore(self._share)
+        async with own, self._all:
+            yield
 
 
 @dataclass(frozen=True)
@@ -22,8 +46,7 @@ class Services:
     store: ObjectStore
     settings: Settings
     rates: Rates
-    receiving: asyncio.Semaphore
-    """Held while the body of a file is received: it bounds the memory of all of them together."""
+    receiving: Receiving
 
 
 def _services(request: Request) -> Services:

@@ -14,6 +14,7 @@ from batch_pipeline.store import ObjectStore
 
 _GRACE_SECONDS = 20
 _BACKLOG = 2048
+_MOST_HEAD_BYTES = 64 * 1024
 
 
 def serve(ledger: Ledger, store: ObjectStore, settings: Settings) -> None:
@@ -33,6 +34,9 @@ def configured(ledger: Ledger, store: ObjectStore, settings: Settings) -> uvicor
         log_config=None,
         access_log=False,
         server_header=False,
+        # The one of uvicorn's parsers that bounds the head of a request: anybody can send one, with no key.
+        http="h11",
+        h11_max_incomplete_event_size=_MOST_HEAD_BYTES,
         timeout_graceful_shutdown=_GRACE_SECONDS,
     )
 

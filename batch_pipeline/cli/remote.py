@@ -79,11 +79,19 @@ class Remote:
         if not found:
             return None
         batch = found[0]
-        there = self._json("GET", f"/v1/files/{batch['input_file_id']}")["bytes"], batch["endpoint"]
-        if there != (wanted.file.stat().st_size, wanted.endpoint):
+        try:
+            size = self._json("GET", f"/v1/files/{batch['input_file_id']}")["bytes"]
+        except CustomerError as error:
+            if error.code != "not_found":
+                raise
+            # Deleted, or expired: what is left to compare is compared.
+            size = wanted.file.stat().st_size
+        window = wanted.window or batch["completion_window"]
+        there = (size, batch["endpoint"], batch["completion_window"])
+        if there != (wanted.file.stat().st_size, wanted.endpoint, window):
             raise CustomerError(
                 codes.INVALID_OPTION,
-                f"the idempotency key has made {batch['id']} with another file or endpoint: use a new key",
+                f"the idempotency key has made {batch['id']} with another file, endpoint or window: use a new key",
             )
         return str(batch["id"])
 

@@ -49,7 +49,7 @@ def choose(
 ) -> Options:
     """Return checked options, with the default for each that is None. Raises CustomerError."""
     return Options(
-        endpoint=parse_endpoint(endpoint or DEFAULT_ENDPOINT),
+        endpoint=parse_endpoint(DEFAULT_ENDPOINT if endpoint is None else endpoint),
         window_seconds=limits.default_window_seconds if window is None else parse_window(window, limits),
         on_invalid=OnInvalid.SKIP if on_invalid is None else parse_on_invalid(on_invalid),
         metadata=check_metadata(metadata or {}),

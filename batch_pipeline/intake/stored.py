@@ -131,6 +131,8 @@ def _check_same(batch: Batch, source: Source, wish: Wish) -> None:
             ("completion window", batch.window_seconds, wish.options.window_seconds),
             ("on-invalid", batch.on_invalid, wish.options.on_invalid),
             ("metadata", batch.metadata, wish.options.metadata),
+            ("name", batch.name, wish.name or batch.batch_id),
+            ("output_expires_after", batch.output_expires_seconds, wish.output_expires_seconds),
         )
         if then != now
     ]

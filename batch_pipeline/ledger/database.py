@@ -5,9 +5,10 @@ A write transaction is all or nothing: killed before its commit nothing of it ha
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -59,6 +60,9 @@ class Database:
         self._clock = clock or DatabaseClock()
         self.engine = _make_engine(url)
         self.is_sqlite = self.engine.dialect.name == "sqlite"
+        # SQLite has one writer at a time, and whoever waits for it asks again and again, in no order: with many threads
+        # one may wait in vain for longer than it has patience. Those of one process wait for each other here instead.
+        self._writing = threading.Lock() if self.is_sqlite else nullcontext()
 
     def set_up(self) -> None:
         """Create what is missing, and bring older tables up to date; safe in several processes at once.
@@ -81,7 +85,7 @@ class Database:
     @contextmanager
     def write(self) -> Iterator[Transaction]:
         """A transaction that may write. On SQLite it has the write lock from its first moment."""
-        with self.engine.begin() as connection:
+        with self._writing, self.engine.begin() as connection:
             yield Transaction(connection, self._clock.now(connection))
 
     @contextmanager
@@ -110,7 +114,8 @@ def _engine_of(parsed: sa.URL) -> sa.Engine:
     if parsed.get_backend_name() == "sqlite":
         if parsed.database:
             Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
-        engine = sa.create_engine(parsed, connect_args={"timeout": _BUSY_SECONDS})
+        # A connection is an open file: as many as there are threads, and none of them waits for one.
+        engine = sa.create_engine(parsed, connect_args={"timeout": _BUSY_SECONDS}, max_overflow=-1)
         event.listen(engine, "connect", _configure_sqlite)
         event.listen(engine, "begin", _begin_sqlite)
         return engine

@@ -1,4 +1,4 @@
-"""What a customer may have at once: batches without a final status, and enqueued tokens of each model.
+"""What a customer may have at once: batches that wait or run, and enqueued tokens of each model.
 
 A batch takes the prompt tokens of its valid requests when its intake is recorded, and gives them back when nothing of
 it waits or runs any more (finalizing), at a cancel, and at its deadline: each in the transaction that changes the
@@ -19,7 +19,7 @@ from batch_pipeline.ledger import rows
 from batch_pipeline.ledger.customers import limits_in
 from batch_pipeline.ledger.database import Database, Transaction
 from batch_pipeline.ledger.records import BatchError
-from batch_pipeline.ledger.schema import batches, customers, is_open, quotas
+from batch_pipeline.ledger.schema import batches, customers, is_open, is_undecided, quotas
 from batch_pipeline.ledger.transitions import HOLDS_NOTHING, add_to_quotas, held_by, insert_for
 from batch_pipeline.settings import Limits
 from batch_pipeline.wire import codes
@@ -28,12 +28,14 @@ from batch_pipeline.wire import codes
 def check_open_batches(tx: Transaction, customer: Any, defaults: Limits) -> None:
     """Raise LimitReached where a customer, whose row is locked, may not have one more open batch."""
     most = limits_in(customer, defaults).max_open_batches
-    count = sa.select(sa.func.count()).select_from(batches).where(batches.c.customer == customer.customer, is_open)
+    # One that is cancelled or past its deadline has made room already: what is left of it is only to be handed out.
+    mine = (batches.c.customer == customer.customer, is_open, is_undecided)
+    count = sa.select(sa.func.count()).select_from(batches).where(*mine)
     there = int(tx.connection.execute(count).scalar_one())
     if there >= most:
         raise LimitReached(
             codes.BATCH_LIMIT_EXCEEDED,
-            f"{customer.customer} has {there} batches that have not ended, and may have {most} at once: "
+            f"{customer.customer} has {there} batches that wait or run, and may have {most} at once: "
             "submit this one when one of them has ended, or cancel one",
         )
 
