@@ -488,7 +488,7 @@ def test_the_files_of_a_batch_of_the_api_are_delivered_to_the_outbox(
 def test_limits_are_told_with_their_figures(client: openai.OpenAI, run: Run, ledger: Ledger) -> None:
     ledger.customers.set("acme", limits={"max_open_batches": 1, "max_enqueued_tokens": 1})
     batch = create(client, line("a"))
-    with pytest.raises(openai.RateLimitError, match="acme has 1 batches that have not ended, and may have 1"):
+    with pytest.raises(openai.RateLimitError, match="acme has 1 batches that wait or run, and may have 1"):
         create(client, line("a"))
     run(batch.id)
     failed = client.batches.retrieve(batch.id)

@@ -90,7 +90,7 @@ def test_a_batch_cancelled_before_its_intake_takes_nothing(ledger: Ledger) -> No
 def test_open_batches_are_limited_and_a_repeated_creation_is_not_counted(ledger: Ledger) -> None:
     ledger.customers.add("acme", limits={"max_open_batches": 1})
     first = ledger.batches.create(new_batch("first"))
-    with pytest.raises(LimitReached, match="acme has 1 batches that have not ended, and may have 1"):
+    with pytest.raises(LimitReached, match="acme has 1 batches that wait or run, and may have 1"):
         ledger.batches.create(new_batch("second"))
     assert ledger.batches.create(new_batch("first")) == first
     assert ledger.batches.create(new_batch("other", "globex")).customer == "globex"
@@ -142,7 +142,7 @@ def test_the_drop_folder_says_in_its_status_which_limit_was_reached(
     batch_id = take(ledger, store, settings, "first", lines(2))
     assert batch_id is not None
     assert take(ledger, store, settings, "second", lines(2)) is None
-    assert "acme has 1 batches that have not ended" in json.dumps(shown(store, "second"))
+    assert "acme has 1 batches that wait or run" in json.dumps(shown(store, "second"))
     assert codes.BATCH_LIMIT_EXCEEDED in json.dumps(shown(store, "second"))
     assert take(ledger, store, settings, "large", lines(100)) is None
     assert "at most 5000 are taken" in json.dumps(shown(store, "large"))
