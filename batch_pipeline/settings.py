@@ -194,7 +194,7 @@ class Limits(_Section, frozen=True):
     max_file_bytes: int = 20 * 1024 * MEBIBYTE
     """Bytes of one file. Never more than intake.max_file_bytes."""
     max_open_batches: int = 10_000
-    """Batches without a final status."""
+    """Batches that wait or run. One that is cancelled, or past its deadline, makes room at once."""
     max_enqueued_tokens: int = 1_000_000_000_000
     """Prompt tokens of one model in the batches that wait or run."""
     requests_per_minute: int = 6000
