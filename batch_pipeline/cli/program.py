@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import click
+from click.core import ParameterSource
 
 from batch_pipeline.cli import batches, billing, customers, doctor, files, operating, proofs, serving, tidying, webhooks
 from batch_pipeline.cli.app import CANNOT_SERVE, FAILED, INTERRUPTED, KEY_VARIABLE, URL_VARIABLE, App
@@ -38,6 +39,9 @@ from batch_pipeline.plain import printable
 @click.pass_context
 def commands(context: click.Context, config: Path | None, url: str | None) -> None:
     """Batch inference: files of LLM requests in, exactly one result per request out."""
+    said_here = context.get_parameter_source("url") is ParameterSource.COMMANDLINE
+    if url and said_here and context.invoked_subcommand not in {command.name for command in batches.COMMANDS}:
+        raise click.UsageError(f"--url: {context.invoked_subcommand} does not go over HTTP; leave it out")
     app = App(config, url or None)
     context.obj = app
     context.call_on_close(app.close)

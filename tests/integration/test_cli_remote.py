@@ -113,6 +113,11 @@ def test_a_mistake_is_one_line_and_leaves_nothing(
     assert client.batches.list().data == client.files.list().data == []
 
 
+def test_a_command_that_does_not_go_over_http_says_so(cli: Cli, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli("--url", "http://127.0.0.1:1", "verify", "batch_" + "0" * 32) == 2
+    assert "verify does not go over HTTP" in capsys.readouterr().err
+
+
 def test_a_wrong_key_a_missing_one_and_a_service_that_is_away_are_said(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
