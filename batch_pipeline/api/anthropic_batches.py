@@ -28,7 +28,7 @@ from batch_pipeline.api.services import Services, Shared
 from batch_pipeline.errors import CustomerError
 from batch_pipeline.housekeeping.objects import remove_files
 from batch_pipeline.intake import options
-from batch_pipeline.intake.stored import creation_key
+from batch_pipeline.intake.idempotency import key_of
 from batch_pipeline.ledger.message_batches import check_ended
 from batch_pipeline.ledger.records import Batch, Door, NewBatch
 from batch_pipeline.models import MESSAGES
@@ -229,11 +229,7 @@ def _create(
                 endpoint=chosen.endpoint,
                 window_seconds=chosen.window_seconds,
                 on_invalid=chosen.on_invalid,
-                creation_key=(
-                    f"{Door.API}:{batch_id}"
-                    if idempotency_key is None
-                    else creation_key(Door.API, caller.customer, idempotency_key)
-                ),
+                creation_key=key_of(Door.API, caller.customer, idempotency_key, batch_id),
                 input_key=input_key,
                 input_bytes=size,
                 input_etag=taken.etag,

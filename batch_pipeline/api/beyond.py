@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from typing import Annotated
 
-import msgspec
 from fastapi import APIRouter, Header, Response
 from fastapi.responses import StreamingResponse
 
@@ -21,6 +20,7 @@ from batch_pipeline.intake import options
 from batch_pipeline.intake.again import RETRY_OF, write_failed_requests
 from batch_pipeline.intake.stored import Source, Wish, made_before, submit_stored
 from batch_pipeline.ledger.records import Batch, Door
+from batch_pipeline.results.archived import manifest_bytes
 from batch_pipeline.results.so_far import results_so_far
 from batch_pipeline.store import keys
 
@@ -38,8 +38,6 @@ _JSONL = "application/jsonl"
 def results(batch_id: str, caller: Authenticated, services: Shared) -> StreamingResponse:
     """Return the results so far: complete chunks only. `X-Results-Complete` is `true` after the batch's end."""
     batch = services.ledger.batches.get(parameters.known_id("batch", batch_id), customer=caller.customer)
-    if batch.status.is_final:
-        batch = _with_what_is_given_out(batch, services)
     so_far = results_so_far(batch, ledger=services.ledger, store=services.store)
     headers = {COMPLETE_HEADER: "true" if so_far.is_complete else "false"}
     return StreamingResponse(so_far.lines, headers=headers, media_type=_JSONL)
@@ -51,7 +49,7 @@ def manifest(batch_id: str, caller: Authenticated, services: Shared) -> Response
     batch = services.ledger.batches.get(parameters.known_id("batch", batch_id), customer=caller.customer)
     if batch.manifest_key is None or batch.files_removed_at is not None:
         raise NotFound(f"batch {batch_id} is {batch.status} and has no manifest")
-    return Response(services.store.get(batch.manifest_key), media_type="application/json")
+    return Response(manifest_bytes(batch, services.store), media_type="application/json")
 
 
 @router.post("/{batch_id}/retry")
@@ -84,22 +82,6 @@ def retry(
             services.store.delete(source.object_key)
             raise
     return shown(batch, services)
-
-
-def _with_what_is_given_out(batch: Batch, services: Services) -> Batch:
-    """Return the batch without those of its files that were deleted or have expired."""
-
-    def kept(key: str | None, file_id: str) -> str | None:
-        try:
-            return None if key is None else services.ledger.files.get(batch.customer, file_id).object_key
-        except NotFound:
-            return None
-
-    return msgspec.structs.replace(
-        batch,
-        output_key=kept(batch.output_key, ids.output_file_id(batch.batch_id)),
-        error_key=kept(batch.error_key, ids.error_file_id(batch.batch_id)),
-    )
 
 
 def _wish(old: Batch, body: RetryBatch, services: Services, idempotency_key: str | None) -> Wish:

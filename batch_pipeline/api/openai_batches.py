@@ -12,7 +12,8 @@ from batch_pipeline.api.openai_objects import BatchObject, CreateBatch, Page, ba
 from batch_pipeline.api.problems import RequestRefused
 from batch_pipeline.api.services import Services, Shared
 from batch_pipeline.intake import options
-from batch_pipeline.intake.stored import Source, Wish, creation_key, made_before, submit_stored
+from batch_pipeline.intake.idempotency import creation_key
+from batch_pipeline.intake.stored import Source, Wish, made_before, submit_stored
 from batch_pipeline.ledger.files import INPUT
 from batch_pipeline.ledger.records import Batch, Door
 from batch_pipeline.results.status import status_at

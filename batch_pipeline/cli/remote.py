@@ -12,7 +12,7 @@ import httpx
 import msgspec
 
 from batch_pipeline.cli.doors import Submission
-from batch_pipeline.errors import BatchPipelineError, CustomerError, NotAllowedInState
+from batch_pipeline.errors import BatchPipelineError, CustomerError
 from batch_pipeline.ledger.records import BatchStatus
 from batch_pipeline.results import collect
 from batch_pipeline.results.status import ERRORS, OUTPUT, StatusDocument
@@ -51,13 +51,9 @@ class Remote:
         if wanted.customer is not None:
             raise CustomerError(codes.INVALID_OPTION, "--customer: with --url the key says whose batch it is")
         before = self._made_before(wanted)
-        if before is not None:
-            return before
-        with wanted.file.open("rb") as opened:
-            form = {"file": (f"{wanted.name}.jsonl", opened, "application/jsonl")}
-            file = self._json("POST", "/v1/files", data={"purpose": "batch"}, files=form, retry=False)
+        file_id = self._upload(wanted) if before is None else before["input_file_id"]
         body = {
-            "input_file_id": file["id"],
+            "input_file_id": file_id,
             "endpoint": wanted.endpoint,
             "completion_window": wanted.window or "24h",
             "metadata": wanted.metadata or None,
@@ -68,32 +64,39 @@ class Remote:
         try:
             return str(self._json("POST", "/v1/batches", json=body, headers=key, retry=bool(key))["id"])
         except CustomerError:
-            self._json("DELETE", f"/v1/files/{file['id']}")
+            if before is None:
+                self._json("DELETE", f"/v1/files/{file_id}")
             raise
 
-    def _made_before(self, wanted: Submission) -> str | None:
-        """Return the batch that the idempotency key has made. Raises CustomerError where that is another one."""
+    def _upload(self, wanted: Submission) -> str:
+        with wanted.file.open("rb") as opened:
+            form = {"file": (f"{wanted.name}.jsonl", opened, "application/jsonl")}
+            return str(self._json("POST", "/v1/files", data={"purpose": "batch"}, files=form, retry=False)["id"])
+
+    def _made_before(self, wanted: Submission) -> dict[str, Any] | None:
+        """Return the batch that the idempotency key has made, of a file that is not seen to be another one.
+
+        The service compares the rest, when the creation is asked for once more. Raises CustomerError.
+        """
         if wanted.idempotency_key is None:
             return None
         found = self._json("GET", "/v1/batches", params={"idempotency_key": wanted.idempotency_key})["data"]
         if not found:
             return None
-        batch = found[0]
+        batch: dict[str, Any] = found[0]
         try:
             size = self._json("GET", f"/v1/files/{batch['input_file_id']}")["bytes"]
         except CustomerError as error:
             if error.code != "not_found":
                 raise
-            # Deleted, or expired: what is left to compare is compared.
-            size = wanted.file.stat().st_size
-        window = wanted.window or batch["completion_window"]
-        there = (size, batch["endpoint"], batch["completion_window"])
-        if there != (wanted.file.stat().st_size, wanted.endpoint, window):
+            # Deleted, or expired: there is nothing to compare.
+            return batch
+        if size != wanted.file.stat().st_size:
             raise CustomerError(
                 codes.INVALID_OPTION,
-                f"the idempotency key has made {batch['id']} with another file, endpoint or window: use a new key",
+                f"the idempotency key has made {batch['id']} with another file: use a new key",
             )
-        return str(batch["id"])
+        return batch
 
     def document(self, batch_id: str) -> StatusDocument:
         """Return where a batch is."""
@@ -114,10 +117,7 @@ class Remote:
         """Bring a batch's files into a folder."""
         document = self.document(batch_id)
         if not BatchStatus(document.status).is_final:
-            raise NotAllowedInState(
-                f"batch {batch_id} is {document.status}: its results are there once it is completed, failed, expired "
-                "or cancelled"
-            )
+            raise collect.not_there_yet(batch_id, document.status)
         files = {OUTPUT: document.output_file_id, ERRORS: document.error_file_id}
         downloads = {name: partial(self._download, file) for name, file in files.items() if file is not None}
         manifest = partial(self._bytes, f"/v1/batches/{batch_id}/manifest")

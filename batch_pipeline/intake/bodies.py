@@ -17,14 +17,13 @@ from msgspec import Meta, Raw
 from batch_pipeline.intake.responses import ResponsesBody
 from batch_pipeline.intake.values import (
     NOTHING,
-    Bias,
     Count,
-    Penalty,
-    Seed,
+    Sampled,
+    Temperature,
     TokenId,
-    TokenIds,
+    TopK,
     TopLogprobs,
-    Unit,
+    TopP,
     Words,
 )
 from batch_pipeline.models import INLINE_MEDIA, MESSAGES, RESPONSES
@@ -98,27 +97,14 @@ class Message(msgspec.Struct, frozen=True, gc=False):
         return [url for part in self.content if not isinstance(part, str) for url in part.urls]
 
 
-class Sampling(msgspec.Struct, frozen=True, gc=False, kw_only=True, forbid_unknown_fields=True):
+class Sampling(Sampled, frozen=True, gc=False, kw_only=True, forbid_unknown_fields=True):
     """What chat and completions have in common."""
 
-    model: str
-    stream: bool | None = None
     n: Count | None = None
     best_of: Count | None = None
     max_tokens: Count | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
-    min_p: Unit | None = None
-    frequency_penalty: Penalty | None = None
-    presence_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
-    logit_bias: dict[str, Bias] | None = None
     prompt_logprobs: TopLogprobs | None = None
-    seed: Seed | None = None
-    stop: str | Words | None = None
-    stop_token_ids: TokenIds | None = None
     bad_words: Words | None = None
     allowed_token_ids: list[TokenId] | None = None
     logprob_token_ids: Annotated[list[TokenId], Meta(max_length=128)] | None = None
@@ -270,9 +256,9 @@ class MessagesBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_tokens: Count
     system: str | list[Block] | None = None
     stream: bool | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
     stop_sequences: Words | None = None
     metadata: Raw = NOTHING
     thinking: Raw = NOTHING

@@ -11,18 +11,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Raw
 
-from batch_pipeline.intake.values import (
-    NOTHING,
-    Bias,
-    Count,
-    Penalty,
-    Seed,
-    TokenIds,
-    TopLogprobs,
-    Unit,
-    Words,
-    is_given,
-)
+from batch_pipeline.intake.values import NOTHING, Count, Sampled, TopLogprobs, is_given
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -106,26 +95,13 @@ class ToolChoice(msgspec.Struct, frozen=True, gc=False):
     type: Literal["function", "custom", "allowed_tools"]
 
 
-class ResponsesBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ResponsesBody(Sampled, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of /v1/responses."""
 
-    model: str
     input: str | Annotated[list[Item], Meta(min_length=1)]
     instructions: str | None = None
     max_output_tokens: Count | None = None
-    stream: bool | None = None
     background: bool | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
-    min_p: Unit | None = None
-    frequency_penalty: Penalty | None = None
-    presence_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
-    logit_bias: dict[str, Bias] | None = None
-    seed: Seed | None = None
-    stop: str | Words | None = None
-    stop_token_ids: TokenIds | None = None
     top_logprobs: TopLogprobs | None = None
     truncation: Literal["auto", "disabled"] | None = "disabled"
     max_tool_calls: Count | None = None

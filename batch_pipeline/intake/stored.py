@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from batch_pipeline import ids
 from batch_pipeline.errors import CustomerError, LimitReached, NotFound
+from batch_pipeline.intake.idempotency import check_same, creation_key, key_of
 from batch_pipeline.intake.options import Options
 from batch_pipeline.ledger import Ledger
 from batch_pipeline.ledger.records import Batch, Door, NewBatch
@@ -39,11 +40,6 @@ class Wish(NamedTuple):
     """The window in the customer's words, to be given back as it was asked for."""
     output_expires_seconds: int | None = None
     idempotency_key: str | None = None
-
-
-def creation_key(door: Door, customer: str, idempotency_key: str) -> str:
-    """Return the key under which the ledger knows a creation of this customer by this door."""
-    return f"{door}:{customer}:{idempotency_key}"
 
 
 def made_before(customer: str, source: Source, wish: Wish, *, door: Door, ledger: Ledger) -> Batch | None:
@@ -78,7 +74,6 @@ def submit_stored(
     batch_id = ids.new_batch_id()
     input_key = keys.input_file(batch_id)
     size, etag = _copy(source, input_key, store)
-    key = wish.idempotency_key
     new = NewBatch(
         batch_id=batch_id,
         customer=customer,
@@ -87,7 +82,7 @@ def submit_stored(
         endpoint=wish.options.endpoint,
         window_seconds=wish.options.window_seconds,
         on_invalid=wish.options.on_invalid,
-        creation_key=f"{door}:{batch_id}" if key is None else creation_key(door, customer, key),
+        creation_key=key_of(door, customer, wish.idempotency_key, batch_id),
         input_key=input_key,
         input_bytes=size,
         input_etag=etag,
@@ -123,22 +118,13 @@ def _copy(source: Source, target: str, store: ObjectStore) -> tuple[int, str]:
 
 def _check_same(batch: Batch, source: Source, wish: Wish) -> None:
     """Raise CustomerError where the batch of an idempotency key was made from something else."""
-    differences = [
-        what
-        for what, then, now in (
-            ("file", batch.input_file_id, source.file_id),
-            ("endpoint", batch.endpoint, wish.options.endpoint),
-            ("completion window", batch.window_seconds, wish.options.window_seconds),
-            ("on-invalid", batch.on_invalid, wish.options.on_invalid),
-            ("metadata", batch.metadata, wish.options.metadata),
-            ("name", batch.name, wish.name or batch.batch_id),
-            ("output_expires_after", batch.output_expires_seconds, wish.output_expires_seconds),
-        )
-        if then != now
-    ]
-    if differences:
-        raise CustomerError(
-            codes.INVALID_OPTION,
-            f"this idempotency key has made {batch.batch_id} with another {' and '.join(differences)}: use a new key "
-            "for a new batch",
-        )
+    compared = (
+        ("file", batch.input_file_id, source.file_id),
+        ("endpoint", batch.endpoint, wish.options.endpoint),
+        ("completion window", batch.window_seconds, wish.options.window_seconds),
+        ("on-invalid", batch.on_invalid, wish.options.on_invalid),
+        ("metadata", batch.metadata, wish.options.metadata),
+        ("name", batch.name, wish.name or batch.batch_id),
+        ("output_expires_after", batch.output_expires_seconds, wish.output_expires_seconds),
+    )
+    check_same(batch, "this idempotency key", compared)

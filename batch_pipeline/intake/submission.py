@@ -19,6 +19,7 @@ from typing import BinaryIO, NamedTuple
 from batch_pipeline import ids
 from batch_pipeline import settings as configuration
 from batch_pipeline.errors import CustomerError, LimitReached
+from batch_pipeline.intake.idempotency import check_same, creation_key, key_of
 from batch_pipeline.intake.options import Options
 from batch_pipeline.ledger import Ledger
 from batch_pipeline.ledger.records import Batch, Door, NewBatch
@@ -61,8 +62,9 @@ def submit(
             codes.INVALID_OPTION,
             f"the idempotency key has {len(idempotency_key)} characters: give it 1 to {MAX_IDEMPOTENCY_KEY_CHARACTERS}",
         )
-    key = None if idempotency_key is None else f"{door}:{customer}:{idempotency_key}"
-    batch = None if key is None else ledger.batches.by_creation_key(key)
+    batch = None
+    if idempotency_key is not None:
+        batch = ledger.batches.by_creation_key(creation_key(door, customer, idempotency_key))
     is_new = False
     if batch is None:
         batch_id = ids.new_batch_id()
@@ -83,7 +85,7 @@ def submit(
                 endpoint=options.endpoint,
                 window_seconds=options.window_seconds,
                 on_invalid=options.on_invalid,
-                creation_key=key or f"{door}:{batch_id}",
+                creation_key=key_of(door, customer, idempotency_key, batch_id),
                 input_key=input_key,
                 input_bytes=size,
                 input_etag=taken.etag,
@@ -149,19 +151,10 @@ def spooled(stream: BinaryIO, limits: configuration.Intake) -> Iterator[Path]:
 
 def _check_same(batch: Batch, size: int, options: Options, idempotency_key: str) -> None:
     """Raise CustomerError where the batch of an idempotency key was made from something else."""
-    differences = [
-        what
-        for what, then, now in (
-            ("file size", batch.input_bytes, size),
-            ("endpoint", batch.endpoint, options.endpoint),
-            ("completion window", batch.window_seconds, options.window_seconds),
-            ("on-invalid", batch.on_invalid, options.on_invalid),
-        )
-        if then != now
-    ]
-    if differences:
-        raise CustomerError(
-            codes.INVALID_OPTION,
-            f"idempotency key {idempotency_key!r} has made {batch.batch_id} with another {' and '.join(differences)}: "
-            "use a new key for a new batch",
-        )
+    compared = (
+        ("file size", batch.input_bytes, size),
+        ("endpoint", batch.endpoint, options.endpoint),
+        ("completion window", batch.window_seconds, options.window_seconds),
+        ("on-invalid", batch.on_invalid, options.on_invalid),
+    )
+    check_same(batch, f"idempotency key {idempotency_key!r}", compared)

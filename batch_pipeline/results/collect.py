@@ -55,14 +55,18 @@ def collect(batch: Batch, folder: Path, store: ObjectStore, *, overwrite: bool =
     what the manifest says; StoreError; OSError.
     """
     if not batch.status.is_final or batch.manifest_key is None:
-        raise NotAllowedInState(
-            f"batch {batch.batch_id} is {batch.status}: its results are there once it is completed, failed, expired or "
-            "cancelled"
-        )
+        raise not_there_yet(batch.batch_id, batch.status)
     check_files_kept(batch)
     files = {OUTPUT: batch.output_key, ERRORS: batch.error_key}
     downloads = {name: partial(store.download, key) for name, key in files.items() if key is not None}
     return bring(batch.batch_id, folder, partial(store.get, batch.manifest_key), downloads, overwrite=overwrite)
+
+
+def not_there_yet(batch_id: str, status: str) -> NotAllowedInState:
+    """Return the error that says when results will be there."""
+    return NotAllowedInState(
+        f"batch {batch_id} is {status}: its results are there once it is completed, failed, expired or cancelled"
+    )
 
 
 def bring(

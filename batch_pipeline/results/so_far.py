@@ -6,9 +6,11 @@ will be in the final files as it is here. After the end they are the output file
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from batch_pipeline import ids
+from batch_pipeline.errors import NotFound
 from batch_pipeline.ledger import Ledger
 from batch_pipeline.ledger.records import Batch, ChunkState
 from batch_pipeline.results.archived import check_files_kept
@@ -27,11 +29,14 @@ class SoFar(NamedTuple):
 def results_so_far(batch: Batch, *, ledger: Ledger, store: ObjectStore) -> SoFar:
     """Return the results of a batch as it is now. Memory: its chunks' rows (2 kB each), and a piece of a mebibyte.
 
-    Raises NotAllowedInState where its files were removed. The lines raise StoreError as they are read.
+    A file of the batch that was deleted, or has expired, is not given out. Raises NotAllowedInState where its files
+    were removed. The lines raise StoreError as they are read.
     """
     check_files_kept(batch)
     if batch.status.is_final:
-        return SoFar(_objects([batch.output_key, batch.error_key], store), is_complete=True)
+        files = ((batch.output_key, ids.output_file_id), (batch.error_key, ids.error_file_id))
+        kept = [key for key, name in files if key is not None and _is_there(batch, name(batch.batch_id), ledger)]
+        return SoFar(_objects(kept, store), is_complete=True)
     committed = [
         chunk.result.result_key
         for chunk in chunks_of(batch.batch_id, ledger)
@@ -40,7 +45,15 @@ def results_so_far(batch: Batch, *, ledger: Ledger, store: ObjectStore) -> SoFar
     return SoFar(_objects([batch.invalid_key, *committed], store), is_complete=False)
 
 
-def _objects(object_keys: list[str | None], store: ObjectStore) -> Iterator[bytes]:
+def _is_there(batch: Batch, file_id: str, ledger: Ledger) -> bool:
+    try:
+        ledger.files.get(batch.customer, file_id)
+    except NotFound:
+        return False
+    return True
+
+
+def _objects(object_keys: Sequence[str | None], store: ObjectStore) -> Iterator[bytes]:
     for key in object_keys:
         if key is not None:
             yield from store.iterate(key)

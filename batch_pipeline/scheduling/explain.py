@@ -76,11 +76,7 @@ def _run(what: str, attempts: int) -> str:
 
 
 def _lane(lane: LaneView, situation: Situation) -> str:
-    workers = [
-        worker
-        for worker in situation.workers
-        if worker.model == lane.model and worker.serves_batch and worker.silent_seconds <= situation.lease_seconds
-    ]
+    workers = [worker for worker in _heard_of(situation) if worker.model == lane.model]
     ready = [worker for worker in workers if worker.state == "ready"]
     starting = [worker for worker in workers if worker.state == "starting"]
     if lane.leased and ready:
@@ -103,12 +99,17 @@ def _lane(lane: LaneView, situation: Situation) -> str:
 
 def is_served(situation: Situation) -> bool:
     """Whether a worker that answers serves every model on which something of the batch waits."""
-    ready = {
-        worker.model
-        for worker in situation.workers
-        if worker.state == "ready" and worker.serves_batch and worker.silent_seconds <= situation.lease_seconds
-    }
+    ready = {worker.model for worker in _heard_of(situation) if worker.state == "ready"}
     return all(lane.model in ready for lane in situation.lanes if lane.pending or lane.leased)
+
+
+def _heard_of(situation: Situation) -> list[WorkerView]:
+    """Return the workers that are there and may serve the batch."""
+    return [
+        worker
+        for worker in situation.workers
+        if worker.serves_batch and worker.silent_seconds <= situation.lease_seconds
+    ]
 
 
 def estimate_finish(*, now: float, started_at: float | None, done: int, total: int) -> float | None:

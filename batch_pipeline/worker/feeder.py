@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from batch_pipeline.worker.chunk import Flight, HeldChunk, Phase
 
@@ -69,7 +69,7 @@ class Feeder:
             if utc < flight.chunk.lease.deadline_at:
                 return flight
             late(flight.chunk)
-        return self._fresh(utc, late)
+        return self._fresh(self._chunks, utc, late)
 
     def next_probe(self, now: float, utc: float, late: Callable[[HeldChunk], None]) -> Flight | None:
         """Return the request that tells most about an engine which refused: one that has not failed yet.
@@ -77,14 +77,14 @@ class Feeder:
         Each comes from another chunk than the one before where there is a choice, so that a run of bad requests in one
         file does not keep the others waiting.
         """
-        flight = self._fresh(utc, late, last=self._probed)
+        flight = self._fresh(sorted(self._chunks, key=lambda chunk: chunk is self._probed), utc, late)
         if flight is None:
             return self.next(now, utc, late)
         self._probed = flight.chunk
         return flight
 
-    def _fresh(self, utc: float, late: Callable[[HeldChunk], None], last: HeldChunk | None = None) -> Flight | None:
-        for chunk in sorted(self._chunks, key=lambda chunk: chunk is last):
+    def _fresh(self, chunks: Iterable[HeldChunk], utc: float, late: Callable[[HeldChunk], None]) -> Flight | None:
+        for chunk in chunks:
             if chunk.phase is not Phase.RUNNING or not chunk.waiting:
                 continue
             if utc < chunk.lease.deadline_at:

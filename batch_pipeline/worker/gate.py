@@ -64,9 +64,15 @@ class Gate:
         self._refused_probes = 0
         self._recent.clear()
 
-    def refused(self, epoch: int, now: float, asked_seconds: float | None = None) -> bool:
-        """The engine has refused a request that was fed in `epoch`; return whether the gate closed by it."""
-        if epoch != self.epoch:
+    def refused(
+        self, epoch: int, now: float, asked_seconds: float | None = None, *, has_failed_before: bool = False
+    ) -> bool:
+        """The engine has refused a request that was fed in `epoch`; return whether the gate closed by it.
+
+        Of a request that has failed before, a further failure says nothing new about the engine, unless it was the
+        probe.
+        """
+        if epoch != self.epoch or (has_failed_before and self.state is not GateState.PROBING):
             return False
         if self.state is GateState.OPEN:
             self._recent.append(True)

@@ -292,9 +292,7 @@ class Runner:
         now = self._clocks.monotonic()
         flight.failures += 1
         self._quarantine.cleared(flight)
-        # The second failure of one request says nothing more about the engine than its first, unless it was the probe.
-        counts = flight.failures == 1 or self._gate.state is GateState.PROBING
-        closed = counts and self._gate.refused(flight.epoch, now)
+        closed = self._gate.refused(flight.epoch, now, has_failed_before=flight.failures > 1)
         if flight.failures >= self._settings.max_request_attempts:
             self._verdict(flight, codes.ENGINE_ERROR, f"tried {flight.failures} times; the last time {said}")
             return

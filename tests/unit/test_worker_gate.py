@@ -97,3 +97,14 @@ def test_pauses_of_many_who_wait_differ() -> None:
     source = random.Random(1)
     assert len({pause_seconds(3, source) for _ in range(50)}) == 50
     assert all(6.0 <= pause_seconds(3, source) <= 10.0 for _ in range(50))
+
+
+def test_further_failures_of_one_request_close_nothing_but_count_as_a_probe() -> None:
+    gate = Gate(random.Random(1))
+    for _ in range(100):
+        assert not gate.refused(gate.fed(), 0.0, has_failed_before=True)
+    assert gate.state is GateState.OPEN
+    refuse_all(gate, 0.0)
+    assert gate.may_feed(gate.opens_at)
+    assert gate.refused(gate.fed(), gate.opens_at, has_failed_before=True)
+    assert gate.state is GateState.CLOSED
