@@ -43,9 +43,25 @@ ROUTERS = (
 )
 
 
+class _Service(FastAPI):
+    def openapi(self) -> dict[str, Any]:
+        """Return the OpenAPI document, in which mistakes are what they are here: 400 in the door's shape, never 422."""
+        if self.openapi_schema is None:
+            document = get_openapi(
+                title=self.title, version=self.version, description=self.description, routes=self.routes
+            )
+            for operations in document["paths"].values():
+                for operation in operations.values():
+                    if operation["responses"].pop("422", None) is not None:
+                        mistake = {"description": "The request is not as the API takes it."}
+                        operation["responses"].setdefault("400", mistake)
+            self.openapi_schema = document
+        return self.openapi_schema
+
+
 def create_app(ledger: Ledger, store: ObjectStore, settings: Settings) -> FastAPI:
     """Return the service on an open ledger and store, which the caller closes after it."""
-    app = FastAPI(
+    app = _Service(
         redirect_slashes=False,
         title="Batch Pipeline",
         version=version("batch-pipeline"),
@@ -64,7 +80,6 @@ def create_app(ledger: Ledger, store: ObjectStore, settings: Settings) -> FastAP
     metrics.install(app, ledger)
     for router in ROUTERS:
         app.include_router(router)
-    app.openapi = lambda: _document(app)  # type: ignore[method-assign]
     return app
 
 
@@ -75,15 +90,3 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     to_thread.current_default_thread_limiter().total_tokens = services.settings.api.threads
     async with delivering(services.ledger, services.settings.webhooks):
         yield
-
-
-def _document(app: FastAPI) -> dict[str, Any]:
-    """Return the OpenAPI document, in which mistakes are what they are here: 400 in the door's shape, and never 422."""
-    if app.openapi_schema is None:
-        document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-        for operations in document["paths"].values():
-            for operation in operations.values():
-                if operation["responses"].pop("422", None) is not None:
-                    operation["responses"].setdefault("400", {"description": "The request is not as the API takes it."})
-        app.openapi_schema = document
-    return app.openapi_schema

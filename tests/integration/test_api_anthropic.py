@@ -177,11 +177,16 @@ def test_cancel_ends_what_was_not_finished_as_canceled(client: anthropic.Anthrop
     assert [result.result.type for result in client.messages.batches.results(made.id)] == ["canceled"] * 2
     with pytest.raises(anthropic.BadRequestError, match="cancelled already") as refused:
         client.messages.batches.cancel(made.id)
-    assert refused.value.body == {
-        "type": "error",
-        "error": {"type": "invalid_request_error", "message": refused.value.body["error"]["message"]},  # type: ignore[index]
-        "request_id": refused.value.request_id,
-    }
+    said = refused.value.response.json()
+    assert (
+        refused.value.body
+        == said
+        == {
+            "type": "error",
+            "error": {"type": "invalid_request_error", "message": said["error"]["message"]},
+            "request_id": refused.value.request_id,
+        }
+    )
 
 
 def test_what_the_deadline_cut_off_is_expired(
