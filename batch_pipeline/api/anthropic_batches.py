@@ -28,7 +28,7 @@ from batch_pipeline.api.services import Services, Shared
 from batch_pipeline.errors import CustomerError
 from batch_pipeline.housekeeping.objects import remove_files
 from batch_pipeline.intake import options
-from batch_pipeline.intake.idempotency import key_of
+from batch_pipeline.intake.idempotency import check_same, is_same_content, key_of
 from batch_pipeline.ledger.message_batches import check_ended
 from batch_pipeline.ledger.records import Batch, Door, NewBatch
 from batch_pipeline.models import MESSAGES
@@ -79,7 +79,7 @@ async def create_message_batch(
         except BaseException:
             await receiver.abandon()
             raise
-    create = partial(_create, batch_id, receiver.size, reader.count, key, caller=caller, services=services)
+    create = partial(_create, batch_id, receiver, reader.count, key, caller=caller, services=services)
     batch = await to_thread.run_sync(create)
     return _shown(batch, request)
 
@@ -211,14 +211,14 @@ def _refused(error: BadRequests) -> RequestRefused:
 
 
 def _create(
-    batch_id: str, size: int, count: int, idempotency_key: str | None, *, caller: Caller, services: Services
+    batch_id: str, received: Receiver, count: int, idempotency_key: str | None, *, caller: Caller, services: Services
 ) -> Batch:
     """Make the batch whose lines lie in the store. Raises CustomerError, LimitReached; then nothing is left of it."""
     input_key = keys.input_file(batch_id)
     chosen = options.choose(services.settings.intake, endpoint=MESSAGES)
     try:
         taken = services.store.head(input_key)
-        if taken is None or taken.size != size:
+        if taken is None or taken.size != received.size:
             raise CustomerError(codes.INVALID_REQUEST, "the requests could not be kept; send them again")
         batch = services.ledger.batches.create(
             NewBatch(
@@ -231,16 +231,16 @@ def _create(
                 on_invalid=chosen.on_invalid,
                 creation_key=key_of(Door.API, caller.customer, idempotency_key, batch_id),
                 input_key=input_key,
-                input_bytes=size,
+                input_bytes=received.size,
                 input_etag=taken.etag,
                 announced=count,
+                sent_sha256=received.sha256,
             ),
             actor=_ACTOR,
         )
-        if batch.batch_id != batch_id and (batch.endpoint, batch.input_bytes) != (MESSAGES, size):
-            raise CustomerError(
-                codes.INVALID_OPTION, "this idempotency key has made a batch of other requests: use a new key"
-            )
+        if batch.batch_id != batch_id:
+            is_same = batch.endpoint == MESSAGES and is_same_content(batch, received.size, received.sha256)
+            check_same(batch, "this idempotency key", [("list of requests", True, is_same)])
     except CustomerError:
         services.store.delete(input_key)
         raise

@@ -11,6 +11,7 @@ from batch_pipeline.api.auth import Authenticated
 from batch_pipeline.api.openai_objects import BatchObject, CreateBatch, Page, batch_object, page_of
 from batch_pipeline.api.problems import RequestRefused
 from batch_pipeline.api.services import Services, Shared
+from batch_pipeline.errors import NotFound
 from batch_pipeline.intake import options
 from batch_pipeline.intake.idempotency import creation_key
 from batch_pipeline.intake.stored import Source, Wish, made_before, submit_stored
@@ -36,10 +37,13 @@ def create_batch(
     With an `Idempotency-Key` the same creation again answers the batch that the first one made.
     """
     wish = _wish(body, services, idempotency_key)
-    source = Source("", parameters.known_id("file", body.input_file_id))
+    file_id = parameters.known_id("file", body.input_file_id)
+    file = services.ledger.files.find(caller.customer, file_id)
+    source = Source("", file_id) if file is None else Source(file.object_key, file_id, file.sha256)
     batch = made_before(caller.customer, source, wish, door=Door.API, ledger=services.ledger)
     if batch is None:
-        file = services.ledger.files.get(caller.customer, body.input_file_id)
+        if file is None:
+            raise NotFound(f"no file {file_id}")
         if file.purpose != INPUT:
             raise RequestRefused(
                 400,
@@ -49,7 +53,7 @@ def create_batch(
             )
         batch = submit_stored(
             caller.customer,
-            Source(file.object_key, file.file_id),
+            source,
             wish,
             door=Door.API,
             ledger=services.ledger,

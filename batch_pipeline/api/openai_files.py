@@ -66,6 +66,7 @@ async def create_file(request: Request, caller: Authenticated, services: Shared)
             size_bytes=receiver.size,
             lifetime_seconds=lifetime or default_lifetime(services),
             purpose=purpose,
+            sha256=receiver.sha256,
         )
 
     return file_object(await to_thread.run_sync(add))

@@ -95,6 +95,7 @@ class FileObject(BaseModel):
     purpose: Literal["batch", "batch_output"]
     status: Literal["uploaded", "processed", "error"] = "processed"
     status_details: str | None = None
+    sha256: str | None = Field(default=None, description="Ours: the hash of its bytes, where they came in one piece.")
 
 
 class FileDeleted(BaseModel):
@@ -255,6 +256,7 @@ def file_object(file: File) -> FileObject:
         expires_at=None if file.expires_at is None else int(file.expires_at),
         filename=file.filename,
         purpose="batch_output" if file.purpose == "batch_output" else "batch",
+        sha256=file.sha256,
     )
 
 

@@ -7,6 +7,7 @@ housekeeping removes.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 
 from anyio import CancelScope, to_thread
@@ -34,12 +35,18 @@ class Receiver:
         self.most_bytes = most_bytes
         self._block = bytearray()
         self._writer: MultipartWriter | None = None
+        self._hash = hashlib.sha256()
         self.size = 0
 
     @property
     def is_too_large(self) -> bool:
         """Whether more came than may."""
         return self.size > self.most_bytes
+
+    @property
+    def sha256(self) -> str:
+        """The hash of the object, in hex; once it is finished."""
+        return self._hash.hexdigest()
 
     async def write(self, data: bytes) -> None:
         """Take some bytes. Raises StoreError."""
@@ -63,11 +70,13 @@ class Receiver:
             await to_thread.run_sync(self._abort)
 
     def _send(self, block: bytes) -> None:
+        self._hash.update(block)
         if self._writer is None:
             self._writer = self._store.multipart(self._key)
         self._writer.write(block)
 
     def _complete(self) -> None:
+        self._hash.update(self._block)
         if self._writer is None:
             self._store.put(self._key, bytes(self._block))
             return

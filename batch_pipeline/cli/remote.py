@@ -13,6 +13,7 @@ import msgspec
 
 from batch_pipeline.cli.doors import Submission
 from batch_pipeline.errors import BatchPipelineError, CustomerError
+from batch_pipeline.intake.submission import file_sha256
 from batch_pipeline.ledger.records import BatchStatus
 from batch_pipeline.results import collect
 from batch_pipeline.results.status import ERRORS, OUTPUT, StatusDocument
@@ -85,13 +86,16 @@ class Remote:
             return None
         batch: dict[str, Any] = found[0]
         try:
-            size = self._json("GET", f"/v1/files/{batch['input_file_id']}")["bytes"]
+            file = self._json("GET", f"/v1/files/{batch['input_file_id']}")
         except CustomerError as error:
             if error.code != "not_found":
                 raise
             # Deleted, or expired: there is nothing to compare.
             return batch
-        if size != wanted.file.stat().st_size:
+        is_same = file["bytes"] == wanted.file.stat().st_size
+        if file["sha256"] is not None:
+            is_same = is_same and file["sha256"] == file_sha256(wanted.file)
+        if not is_same:
             raise CustomerError(
                 codes.INVALID_OPTION,
                 f"the idempotency key has made {batch['id']} with another file: use a new key",

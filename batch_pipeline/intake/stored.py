@@ -28,6 +28,8 @@ class Source(NamedTuple):
     object_key: str
     file_id: str | None
     """As the API names it; None where it was made for this batch alone."""
+    sha256: str | None = None
+    """Of its bytes, where they are known."""
 
 
 class Wish(NamedTuple):
@@ -90,6 +92,7 @@ def submit_stored(
         input_file_id=source.file_id,
         window_asked=wish.window_asked,
         output_expires_seconds=wish.output_expires_seconds,
+        sent_sha256=source.sha256,
     )
     try:
         batch = ledger.batches.create(new, actor=door)
@@ -118,8 +121,12 @@ def _copy(source: Source, target: str, store: ObjectStore) -> tuple[int, str]:
 
 def _check_same(batch: Batch, source: Source, wish: Wish) -> None:
     """Raise CustomerError where the batch of an idempotency key was made from something else."""
+    is_same_file = batch.input_file_id == source.file_id or (
+        # The same file, uploaded once more.
+        source.sha256 is not None and batch.sent_sha256 == source.sha256
+    )
     compared = (
-        ("file", batch.input_file_id, source.file_id),
+        ("file", True, is_same_file),
         ("endpoint", batch.endpoint, wish.options.endpoint),
         ("completion window", batch.window_seconds, wish.options.window_seconds),
         ("on-invalid", batch.on_invalid, wish.options.on_invalid),

@@ -10,6 +10,7 @@ the other one uploaded are removed again.
 
 from __future__ import annotations
 
+import hashlib
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from typing import BinaryIO, NamedTuple
 from batch_pipeline import ids
 from batch_pipeline import settings as configuration
 from batch_pipeline.errors import CustomerError, LimitReached
-from batch_pipeline.intake.idempotency import check_same, creation_key, key_of
+from batch_pipeline.intake.idempotency import check_same, creation_key, is_same_content, key_of
 from batch_pipeline.intake.options import Options
 from batch_pipeline.ledger import Ledger
 from batch_pipeline.ledger.records import Batch, Door, NewBatch
@@ -50,7 +51,8 @@ def submit(
     store: ObjectStore,
     settings: configuration.Settings,
 ) -> Submitted:
-    """Make a batch of a local file and publish its first status.
+    """Make a batch of a local file and publish its first status. Cost: with an idempotency key one more reading of the
+    file, for its hash.
 
     Raises CustomerError where the customer, the name or the file cannot be accepted, or where the idempotency key was
     used for another submission; LimitReached where the customer has as many open batches as it may have; StoreError;
@@ -62,8 +64,9 @@ def submit(
             codes.INVALID_OPTION,
             f"the idempotency key has {len(idempotency_key)} characters: give it 1 to {MAX_IDEMPOTENCY_KEY_CHARACTERS}",
         )
-    batch = None
+    batch = sha256 = None
     if idempotency_key is not None:
+        sha256 = file_sha256(file)
         batch = ledger.batches.by_creation_key(creation_key(door, customer, idempotency_key))
     is_new = False
     if batch is None:
@@ -90,13 +93,14 @@ def submit(
                 input_bytes=size,
                 input_etag=taken.etag,
                 metadata=options.metadata,
+                sent_sha256=sha256,
             ),
         )
         is_new = batch.batch_id == batch_id
         if not is_new:
             store.delete(input_key)
     if not is_new:
-        _check_same(batch, size, options, str(idempotency_key))
+        _check_same(batch, size, sha256, options, str(idempotency_key))
     outbox.publish_status(batch.batch_id, ledger=ledger, store=store, settings=settings)
     return Submitted(batch, is_new)
 
@@ -149,10 +153,16 @@ def spooled(stream: BinaryIO, limits: configuration.Intake) -> Iterator[Path]:
         yield Path(spool.name)
 
 
-def _check_same(batch: Batch, size: int, options: Options, idempotency_key: str) -> None:
+def file_sha256(file: Path) -> str:
+    """Return the hash of a local file, in hex."""
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _check_same(batch: Batch, size: int, sha256: str | None, options: Options, idempotency_key: str) -> None:
     """Raise CustomerError where the batch of an idempotency key was made from something else."""
     compared = (
-        ("file size", batch.input_bytes, size),
+        ("file", True, is_same_content(batch, size, sha256)),
         ("endpoint", batch.endpoint, options.endpoint),
         ("completion window", batch.window_seconds, options.window_seconds),
         ("on-invalid", batch.on_invalid, options.on_invalid),

@@ -39,6 +39,8 @@ class File(msgspec.Struct, frozen=True, kw_only=True):
     batch_id: str | None
     created_at: float
     expires_at: float | None
+    sha256: str | None = None
+    """Of its bytes, where they came in one piece."""
 
 
 class Files:
@@ -57,6 +59,7 @@ class Files:
         size_bytes: int,
         lifetime_seconds: float,
         purpose: str = INPUT,
+        sha256: str | None = None,
     ) -> File:
         """Add an uploaded file, whose object is there already. The same id again returns what is there."""
         with self._database.write() as tx:
@@ -73,6 +76,7 @@ class Files:
                     batch_id=None,
                     created_at=tx.now,
                     expires_at=tx.now + lifetime_seconds,
+                    sha256=sha256,
                 ),
             )
             return _get(tx, customer, file_id)
@@ -81,6 +85,11 @@ class Files:
         """Return a file. Raises NotFound, also where it has expired or is another customer's."""
         with self._database.read() as tx:
             return _get(tx, customer, file_id)
+
+    def find(self, customer: str, file_id: str) -> File | None:
+        """Return a file, or None where `get` would not find it."""
+        with self._database.read() as tx:
+            return _find(tx, customer, file_id)
 
     def page(
         self, customer: str, *, purpose: str | None, newest_first: bool, after: str | None, limit: int
@@ -143,6 +152,7 @@ def insert_input(tx: Transaction, new: records.NewBatch) -> None:
             batch_id=new.batch_id,
             created_at=tx.now,
             expires_at=None,
+            sha256=new.sent_sha256,
         ),
     )
 
@@ -181,11 +191,16 @@ def _is_alive(tx: Transaction) -> sa.ColumnElement[bool]:
 
 
 def _get(tx: Transaction, customer: str, file_id: str) -> File:
+    found = _find(tx, customer, file_id)
+    if found is None:
+        raise NotFound(f"no file {file_id}")
+    return found
+
+
+def _find(tx: Transaction, customer: str, file_id: str) -> File | None:
     query = sa.select(files).where(files.c.file_id == file_id, files.c.customer == customer, _is_alive(tx))
     row = tx.connection.execute(query).one_or_none()
-    if row is None:
-        raise NotFound(f"no file {file_id}")
-    return _file(row)
+    return None if row is None else _file(row)
 
 
 def _file(row: Any) -> File:

@@ -135,6 +135,8 @@ class NewBatch(msgspec.Struct, frozen=True, kw_only=True):
     """After its end: how long the API gives out its files, where its customer has chosen that."""
     announced: int | None = None
     """Its requests, where the door has counted them."""
+    sent_sha256: str | None = None
+    """Of the bytes that its door was sent, where that read them all: what tells one creation from another."""
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
@@ -211,6 +213,8 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     """Its requests, where its door has counted them: known before intake."""
     deleted_at: float | None = None
     """When its customer deleted it: the message batches show it no more."""
+    sent_sha256: str | None = None
+    """Of the bytes that its door was sent, where that read them all."""
 
 
 class NewChunk(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 """`upgrade` brings older tables to it."""
 
 metadata = sa.MetaData()
@@ -95,6 +95,7 @@ batches = sa.Table(
     sa.Column("deleted_at", sa.Double, comment="When its customer deleted it: the message batches show it no more"),
     sa.Column("window_asked", sa.String(16), comment="The window in the customer's words, where the API was asked"),
     sa.Column("output_expires_seconds", sa.Integer, comment="After its end: how long the API gives out its files"),
+    sa.Column("sent_sha256", sa.String(64), comment="Of the bytes that its door was sent, where that read them all"),
 )
 is_open = batches.c.status.in_(
     [sa.literal_column(f"'{status}'") for status in ("validating", "in_progress", "finalizing", "cancelling")]
@@ -236,6 +237,7 @@ files = sa.Table(
     sa.Column("batch_id", sa.String(64), comment="The batch whose file it is: then its bytes go when the batch's do"),
     sa.Column("created_at", sa.Double, nullable=False),
     sa.Column("expires_at", sa.Double, comment="From then on it is not given out any more"),
+    sa.Column("sha256", sa.String(64), comment="Of its bytes, where they came in one piece"),
 )
 sa.Index("files_by_customer", files.c.customer, files.c.created_at, files.c.file_id)
 sa.Index("files_by_expiry", files.c.expires_at)

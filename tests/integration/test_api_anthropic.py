@@ -333,8 +333,10 @@ def test_the_same_creation_twice_with_one_key_is_one_batch(client: anthropic.Ant
     made = [client.messages.batches.create(requests=[request("a")], extra_headers=headers).id for _ in range(3)]
     assert len(set(made)) == 1
     assert len(list(store.list(keys.BATCHES))) == 1
-    with pytest.raises(anthropic.BadRequestError, match="idempotency key"):
-        client.messages.batches.create(requests=[request("another")], extra_headers=headers)
+    # Also one of the same size.
+    for other in ("another", "b"):
+        with pytest.raises(anthropic.BadRequestError, match="idempotency key"):
+            client.messages.batches.create(requests=[request(other)], extra_headers=headers)
 
 
 def test_many_requests_are_taken_whole_while_others_poll(

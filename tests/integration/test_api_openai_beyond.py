@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from itertools import product
 from typing import Any
@@ -180,6 +181,21 @@ def test_one_key_of_idempotency_is_two_batches_for_two_customers(connect: Connec
             client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h", extra_headers=key).id
         )
     assert len(set(made)) == 2
+
+
+def test_a_key_of_idempotency_knows_a_file_by_its_bytes(client: openai.OpenAI) -> None:
+    def make(content: bytes) -> str:
+        file = upload(client, content)
+        assert file.model_dump()["sha256"] == hashlib.sha256(content).hexdigest()
+        key = {"Idempotency-Key": "once"}
+        made = client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h", extra_headers=key)
+        return made.id
+
+    # A script that is run again uploads its file again.
+    assert make(line("a")) == make(line("a"))
+    with pytest.raises(openai.BadRequestError, match="another file"):
+        make(line("b"))
+    assert len(client.batches.list().data) == 1
 
 
 def test_paths_that_are_no_ids_are_not_found(client: openai.OpenAI, served: service.Running) -> None:

@@ -101,7 +101,15 @@ def test_tables_of_the_first_version_are_brought_up_to_date(ledger_url: str, clo
         "batches_by_end",
         "batches_open_by_customer",
     )
-    of_batches = ("archived_at", "archived_lanes", "work_removed_at", "files_removed_at", "stored", "enqueued")
+    of_batches = (
+        "archived_at",
+        "archived_lanes",
+        "work_removed_at",
+        "files_removed_at",
+        "stored",
+        "enqueued",
+        "sent_sha256",
+    )
     of_customers = ("max_requests", "max_open_batches", "max_enqueued_tokens")
     with ledger._database.write() as tx:
         for index in indexes:
