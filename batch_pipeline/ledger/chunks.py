@@ -12,14 +12,13 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from batch_pipeline.errors import LeaseLost, NotFound
-from batch_pipeline.ledger import events, records, rows, tallies
+from batch_pipeline.errors import LeaseLost
+from batch_pipeline.ledger import again, events, records, rows, tallies
 from batch_pipeline.ledger.database import Database, Transaction
 from batch_pipeline.ledger.leasing import Taker, lease_chunks
 from batch_pipeline.ledger.records import BatchStatus, Chunk, ChunkState, CommitReply, Lease, LeaseRef, Part
 from batch_pipeline.ledger.schema import chunks, is_leased
 from batch_pipeline.ledger.transitions import (
-    chunk_event,
     join_queue,
     lock_batch,
     open_chunks,
@@ -243,30 +242,19 @@ class Chunks:
         Raises NotFound. A batch whose results are final or being assembled is left alone: 0.
         """
         with self._database.write() as tx:
-            batch = lock_batch(tx, batch_id)
-            if batch is None:
-                raise NotFound(f"no batch {batch_id}")
-            if batch.status != BatchStatus.IN_PROGRESS or batch.outcome is not None:
-                return 0
-            wanted = tx.connection.execute(
-                chunks.update()
-                .where(chunks.c.batch_id == batch_id, chunks.c.state == ChunkState.FAILED)
-                .values(state=ChunkState.PENDING, failures=0)
-                .returning(
-                    chunks.c.chunk,
-                    chunks.c.model,
-                    (chunks.c.prompt_tokens + chunks.c.max_output_tokens).label("tokens"),
-                )
-            ).all()
-            events.record_all(tx, [chunk_event(tx, batch_id, row[0], "wanted_again", actor) for row in sorted(wanted)])
-            models = sorted({row.model for row in wanted})
-            floors = {model: queue_floor(tx, batch.customer, model) for model in models}
-            for model in models:
-                tokens = [row.tokens for row in wanted if row.model == model]
-                update_lane(tx, batch_id, model, stopped=-len(tokens), pending=len(tokens), pending_tokens=sum(tokens))
-            for model, floor in floors.items():
-                join_queue(tx, batch.customer, model, floor)
-            return len(wanted)
+            return again.want_again(tx, batch_id, actor)
+
+    def run_again(self, batch_id: str, actor: str, *, order: str, model_version: str | None = None) -> int:
+        """committed | leased | failed -> pending, without what earlier attempts had finished: after a mend of a model.
+
+        Returns how many chunks are to run again. Given `model_version`, of the committed ones only those whose results
+        came from it; what has not been committed starts afresh in any case. The same `order` again changes nothing.
+        Killed before its commit nothing has changed, after it all has.
+
+        Raises NotFound; NotAllowedInState where the batch is not in progress: a status never goes backwards (I6).
+        """
+        with self._database.write() as tx:
+            return again.run_again(tx, batch_id, actor, order=order, model_version=model_version)
 
     def of(self, batch_id: str, after: int = -1, limit: int = 1000) -> list[Chunk]:
         """Return a page of a batch's chunks, in order, those with a number above `after`."""

@@ -29,7 +29,7 @@ def chunk(row: Any) -> records.Chunk:
     values = _values(row)
     values["parts"] = parts(values["parts"])
     result = values["result"]
-    values["result"] = None if result is None else msgspec.json.decode(result, type=records.ChunkResult)
+    values["result"] = None if result is None else chunk_result(result)
     return msgspec.convert(values, records.Chunk)
 
 
@@ -63,6 +63,11 @@ def _values(row: Any) -> dict[str, Any]:
 def parts(text: str) -> list[records.Part]:
     """Return the checkpoints in a `parts` column."""
     return msgspec.json.decode(text, type=list[records.Part])
+
+
+def chunk_result(text: str) -> records.ChunkResult:
+    """Return what a commit has pointed a chunk at, from a `result` column."""
+    return msgspec.json.decode(text, type=records.ChunkResult)
 
 
 def json(value: Any) -> str:

@@ -220,6 +220,21 @@ class LedgerModel:
             chunk.events.append(("wanted_again", None))
         return len(wanted)
 
+    def run_again(self, batch_id: str, model_version: str | None) -> int:
+        """committed | leased | failed -> pending, with nothing kept; returns how many."""
+        batch = self.batches[batch_id]
+        batch.events.append("run_again")
+        anew = [
+            chunk
+            for chunk in batch.chunks
+            if (chunk.result is not None and model_version in (None, chunk.result.model_version))
+            or (chunk.result is None and (chunk.state != ChunkState.PENDING or chunk.parts))
+        ]
+        for chunk in anew:
+            chunk.state, chunk.failures, chunk.result, chunk.parts = ChunkState.PENDING, 0, None, {}
+            chunk.events.append(("superseded", chunk.token))
+        return len(anew)
+
     def finish(self, batch_id: str) -> None:
         """To the final status."""
         batch = self.batches[batch_id]

@@ -52,6 +52,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.seen: dict[str, Batch] = {}
         self.tokens: Counter[tuple[str, int]] = Counter()
         self.parts = 0
+        self.orders = 0
 
     # What happens.
 
@@ -222,6 +223,21 @@ class LedgerMachine(RuleBasedStateMachine):
     def want_again(self, which: int) -> None:
         batch_id = self._batch(which)
         assert self.ledger.chunks.want_again(batch_id, "operator") == self.model.want_again(batch_id)
+
+    @precondition(lambda self: any(batch.intake is not None for batch in self.model.batches.values()))
+    @rule(which=any_of, version=st.sampled_from([None, "1", "2"]))
+    def run_again(self, which: int, version: str | None) -> None:
+        batch_id = self._batch(which)
+        batch = self.model.batches[batch_id]
+        self.orders += 1
+        order = f"order-{self.orders}"
+        if batch.status != BatchStatus.IN_PROGRESS or batch.outcome is not None:
+            with pytest.raises(NotAllowedInState):
+                self.ledger.chunks.run_again(batch_id, "operator", order=order, model_version=version)
+            return
+        anew = self.model.run_again(batch_id, version)
+        assert self.ledger.chunks.run_again(batch_id, "operator", order=order, model_version=version) == anew
+        assert self.ledger.chunks.run_again(batch_id, "operator", order=order, model_version=version) == 0
 
     # What holds after each of these.
 
