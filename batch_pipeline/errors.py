@@ -15,13 +15,15 @@ class BatchPipelineError(Exception):
 class CustomerError(BatchPipelineError):
     """Something a customer sent cannot be accepted.
 
-    `code` is a stable word from `wire.codes`; the message is for the customer's eyes.
+    `code` is a stable word from `wire.codes`; the message is for the customer's eyes; `param` is the field or the
+    option that it is about, where it is about one.
     """
 
-    def __init__(self, code: str, message: str) -> None:
+    def __init__(self, code: str, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
         self.code = code
         self.message = message
+        self.param = param
 
 
 class NotFound(CustomerError):

@@ -25,14 +25,14 @@ from batch_pipeline.api.auth import Authenticated, Caller
 from batch_pipeline.api.problems import RequestRefused
 from batch_pipeline.api.receiving import BLOCK_BYTES, Receiver
 from batch_pipeline.api.services import Services, Shared
-from batch_pipeline.errors import CustomerError
+from batch_pipeline.errors import CustomerError, NotAllowedInState
 from batch_pipeline.housekeeping.objects import remove_files
 from batch_pipeline.intake import options
 from batch_pipeline.intake.idempotency import check_same, is_same_content, key_of
 from batch_pipeline.ledger.message_batches import check_ended
 from batch_pipeline.ledger.records import Batch, Door, NewBatch
 from batch_pipeline.models import MESSAGES
-from batch_pipeline.results.archived import check_files_kept
+from batch_pipeline.results.so_far import results_so_far
 from batch_pipeline.results.streams import split_lines
 from batch_pipeline.store import keys
 from batch_pipeline.wire import codes
@@ -45,7 +45,8 @@ _PATH = "/v1/messages/batches"
 _SENT_TOGETHER = 200
 
 
-def _version(anthropic_version: Annotated[str | None, Header()] = None) -> None:
+def _version(_: Authenticated, anthropic_version: Annotated[str | None, Header()] = None) -> None:
+    """Ask for the header that Anthropic asks for; of those alone who have a key."""
     if not anthropic_version:
         raise RequestRefused(400, codes.INVALID_REQUEST, "anthropic-version: header is required")
 
@@ -126,7 +127,11 @@ def cancel_message_batch(
 ) -> MessageBatch:
     """Cancel a batch: what is finished is returned. Twice is once; after the end it is an error that says so."""
     batch = _find(message_batch_id, caller, services)
-    return _shown(services.ledger.batches.cancel(batch.batch_id, customer=caller.customer, actor=_ACTOR), request)
+    try:
+        cancelled = services.ledger.batches.cancel(batch.batch_id, customer=caller.customer, actor=_ACTOR)
+    except NotAllowedInState as error:
+        raise NotAllowedInState(f"{shown_id(batch.batch_id)} has ended and cannot be canceled any more") from error
+    return _shown(cancelled, request)
 
 
 @router.delete("/{message_batch_id}")
@@ -153,8 +158,8 @@ def message_batch_results(message_batch_id: str, caller: Authenticated, services
     batch = _find(message_batch_id, caller, services)
     if not batch.status.is_final:
         raise RequestRefused(404, codes.INVALID_REQUEST, "the batch has not ended: it has no results yet")
-    check_files_kept(batch)
-    return StreamingResponse(_results(batch, services), media_type=_JSONL)
+    so_far = results_so_far(batch, ledger=services.ledger, store=services.store)
+    return StreamingResponse(_results(so_far.lines), media_type=_JSONL)
 
 
 def _find(message_batch_id: str, caller: Caller, services: Services) -> Batch:
@@ -249,16 +254,13 @@ def _create(
     return batch
 
 
-def _results(batch: Batch, services: Services) -> Iterator[bytes]:
+def _results(pieces: Iterator[bytes]) -> Iterator[bytes]:
     """Yield results, some together. Memory: a block of the store's, and the longest line."""
     together: list[bytes] = []
-    for key in (batch.output_key, batch.error_key):
-        if key is None:
-            continue
-        for line in split_lines(services.store.iterate(key)):
-            together.append(result_line(line or b""))
-            if len(together) >= _SENT_TOGETHER:
-                yield b"".join(together)
-                together.clear()
+    for line in split_lines(pieces):
+        together.append(result_line(line or b""))
+        if len(together) >= _SENT_TOGETHER:
+            yield b"".join(together)
+            together.clear()
     if together:
         yield b"".join(together)

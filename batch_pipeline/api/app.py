@@ -14,6 +14,7 @@ from fastapi.openapi.utils import get_openapi
 from batch_pipeline.api import (
     anthropic_batches,
     beyond,
+    documentation,
     health,
     metrics,
     openai_batches,
@@ -67,6 +68,9 @@ def create_app(ledger: Ledger, store: ObjectStore, settings: Settings) -> FastAP
         version=version("batch-pipeline"),
         description=_DESCRIPTION,
         lifespan=_lifespan,
+        # Its scripts are fetched from a public CDN; `documentation` has its own.
+        docs_url=None,
+        redoc_url=None,
     )
     app.state.services = Services(
         ledger=ledger,
@@ -80,6 +84,7 @@ def create_app(ledger: Ledger, store: ObjectStore, settings: Settings) -> FastAP
     metrics.install(app, ledger)
     for router in ROUTERS:
         app.include_router(router)
+    documentation.install(app)
     return app
 
 

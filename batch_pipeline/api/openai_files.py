@@ -113,13 +113,18 @@ def file_content(
     caller: Authenticated,
     services: Shared,
     wanted: Annotated[str | None, Header(alias="range")] = None,
+    if_range: Annotated[str | None, Header()] = None,
 ) -> StreamingResponse:
-    """Return a file's bytes, or the one part of them that a Range header asks for."""
+    """Return a file's bytes, or the one part of them that a Range header asks for.
+
+    With an `If-Range` that is not the file's ETag, all of it.
+    """
     file = services.ledger.files.get(caller.customer, parameters.known_id("file", file_id))
     info = services.store.head(file.object_key)
     if info is None:
         raise NotFound(f"the bytes of file {file_id} are gone")
-    part = parameters.byte_range(wanted, info.size)
+    is_same = if_range is None or if_range == info.etag
+    part = parameters.byte_range(wanted if is_same else None, info.size)
     headers = {"Accept-Ranges": "bytes", "Content-Length": str(part.length), "ETag": info.etag}
     if part.is_part:
         headers["Content-Range"] = f"bytes {part.start}-{part.start + part.length - 1}/{info.size}"

@@ -90,7 +90,7 @@ def byte_range(header: str | None, size: int) -> Range:
     (RFC 9110, 14.2: a server may ignore a Range that it does not understand.) Raises RequestRefused, 416, for a part
     that begins behind the end.
     """
-    match = re.fullmatch(r"bytes=([0-9]{0,19})-([0-9]{0,19})", (header or "").replace(" ", ""))
+    match = re.fullmatch(r"bytes=([0-9]{0,99})-([0-9]{0,99})", (header or "").replace(" ", ""))
     if match is None or match.group(0) == "bytes=-":
         return Range(0, size, is_part=False)
     first, last = match.groups()

@@ -64,9 +64,8 @@ class RequestRefused(CustomerError):
         param: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(code, message)
+        super().__init__(code, message, param=param)
         self.status = status
-        self.param = param
         self.headers = dict(headers or {})
 
 
@@ -109,7 +108,7 @@ def _customers(error: CustomerError) -> Problem:
         # Trying again at once does not help: what is used up is not a rate.
         return Problem(status=429, message=error.message, code=error.code, headers={"x-should-retry": "false"})
     status = 404 if isinstance(error, NotFound) else 413 if error.code == codes.FILE_TOO_LARGE else 400
-    return Problem(status=status, message=error.message, code=error.code)
+    return Problem(status=status, message=error.message, code=error.code, param=error.param)
 
 
 def _invalid(error: RequestValidationError) -> Problem:

@@ -84,8 +84,14 @@ def show(app: App, customer: str, as_json: bool) -> None:
     """Print what counts for CUSTOMER, its keys, and how much of its quotas is taken."""
     found = app.ledger.customers.get(customer)
     if as_json:
-        enqueued, owned = app.ledger.quotas.enqueued(customer), app.ledger.customers.keys(customer)
-        print_json({"customer": found, "enqueued_tokens": enqueued, "keys": owned})
+        print_json(
+            {
+                "customer": found,
+                "open_batches": app.ledger.quotas.open_batches(customer),
+                "enqueued_tokens": app.ledger.quotas.enqueued(customer),
+                "keys": app.ledger.customers.keys(customer),
+            }
+        )
     else:
         _show(app, found)
 
@@ -97,6 +103,7 @@ def _show(app: App, found: Customer) -> None:
     for name in _LIMITS:
         origin = "" if name in found.own_limits else " (as configured)"
         table.add_row(name, f"{getattr(found.limits, name)}{origin}")
+    table.add_row("open batches", str(app.ledger.quotas.open_batches(found.customer)))
     for model, tokens in app.ledger.quotas.enqueued(found.customer).items():
         table.add_row(f"enqueued tokens of {model}", str(tokens))
     table.add_row("keys", str(sum(key.revoked_at is None for key in app.ledger.customers.keys(found.customer))))

@@ -12,7 +12,7 @@ import httpx
 import msgspec
 
 from batch_pipeline.cli.doors import Submission
-from batch_pipeline.errors import BatchPipelineError, CustomerError
+from batch_pipeline.errors import BatchPipelineError, CustomerError, NotFound
 from batch_pipeline.intake.submission import file_sha256
 from batch_pipeline.ledger.records import BatchStatus
 from batch_pipeline.results import collect
@@ -123,7 +123,11 @@ class Remote:
         if not BatchStatus(document.status).is_final:
             raise collect.not_there_yet(batch_id, document.status)
         files = {OUTPUT: document.output_file_id, ERRORS: document.error_file_id}
-        downloads = {name: partial(self._download, file) for name, file in files.items() if file is not None}
+        downloads = {
+            name: partial(self._download, file, f"{name} of {batch_id}")
+            for name, file in files.items()
+            if file is not None
+        }
         manifest = partial(self._bytes, f"/v1/batches/{batch_id}/manifest")
         return collect.bring(batch_id, folder, manifest, downloads, overwrite=overwrite).files
 
@@ -136,9 +140,11 @@ class Remote:
                 return
             after = {"after": page["last_id"]}
 
-    def _download(self, file_id: str, target: Path) -> None:
+    def _download(self, file_id: str, what: str, target: Path) -> None:
         try:
             with self._client.stream("GET", f"/v1/files/{file_id}/content") as response, target.open("wb") as file:
+                if response.status_code == 404:
+                    raise NotFound(f"{what} was deleted, or has expired: all of a batch's files are brought, or none")
                 if response.is_error:
                     response.read()
                     raise _refusal(response)

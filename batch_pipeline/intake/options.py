@@ -27,6 +27,8 @@ MAX_METADATA_VALUE_CHARACTERS = 512
 _WINDOW = re.compile(r"([0-9]{1,9})([smhd])")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _SHOWN_CHARACTERS = 60
+_PARAMS = {"completion window": "completion_window", "endpoint": "endpoint", "on-invalid": "on_invalid"}
+"""Options as the API's bodies name them; the rest are parts of the metadata."""
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,5 +112,7 @@ def check_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
 def _refused(option: str, given: str, accepted: str) -> CustomerError:
     shown = given if len(given) <= _SHOWN_CHARACTERS else f"{given[:_SHOWN_CHARACTERS]}…"
     return CustomerError(
-        codes.INVALID_OPTION, f"{printable(option[: _SHOWN_CHARACTERS * 2])}: {shown!r} is not accepted; {accepted}"
+        codes.INVALID_OPTION,
+        f"{printable(option[: _SHOWN_CHARACTERS * 2])}: {shown!r} is not accepted; {accepted}",
+        param=_PARAMS.get(option, "metadata"),
     )

@@ -69,6 +69,7 @@ def submit_stored(
         raise CustomerError(
             codes.INVALID_NAME,
             "name: 1 to 200 letters, digits, '.', '_' and '-', starting with a letter or digit, not ending with a dot",
+            param="name",
         )
     before = made_before(customer, source, wish, door=door, ledger=ledger)
     if before is not None:

@@ -35,6 +35,7 @@ from batch_pipeline.ledger.transitions import (
 from batch_pipeline.ledger.usage import Charge
 from batch_pipeline.settings import Limits
 
+_CANCELLED_WAITS_SECONDS = 900.0
 _STOPPED_STATE = {BatchStatus.CANCELLED: ChunkState.CANCELLED, BatchStatus.EXPIRED: ChunkState.EXPIRED}
 
 
@@ -336,10 +337,16 @@ class Batches:
         return self._due((batches.c.status == BatchStatus.FINALIZING) | failed, limit)
 
     def _due(self, where: sa.ColumnElement[bool], limit: int) -> list[Batch]:
-        """Return each customer's oldest, then each one's second, and so on; cost: a sort of those that are due."""
-        turn = sa.func.row_number().over(partition_by=batches.c.customer, order_by=batches.c.created_at)
+        """Return each customer's oldest, then each one's second, and so on; cost: a sort of those that are due.
+
+        A cancelled one counts as younger than it is, so that it does not hold up those whose answers are waited for;
+        by a fixed time, so that it has its turn whatever its customer goes on sending.
+        """
+        lateness = sa.case((batches.c.outcome == BatchStatus.CANCELLED, _CANCELLED_WAITS_SECONDS), else_=0.0)
+        since = batches.c.created_at + lateness
+        turn = sa.func.row_number().over(partition_by=batches.c.customer, order_by=since)
         # The first condition is the index's own, so that finished batches are never looked at.
-        query = rows.BATCH.where(is_open, where).order_by(turn, batches.c.created_at).limit(limit)
+        query = rows.BATCH.where(is_open, where).order_by(turn, since).limit(limit)
         with self._database.read() as tx:
             found = tx.connection.execute(query.where(batches.c.run_due_at <= tx.now))
             return [rows.batch(row) for row in found]

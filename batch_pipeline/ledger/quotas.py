@@ -28,10 +28,7 @@ from batch_pipeline.wire import codes
 def check_open_batches(tx: Transaction, customer: Any, defaults: Limits) -> None:
     """Raise LimitReached where a customer, whose row is locked, may not have one more open batch."""
     most = limits_in(customer, defaults).max_open_batches
-    # One that is cancelled or past its deadline has made room already: what is left of it is only to be handed out.
-    mine = (batches.c.customer == customer.customer, is_open, is_undecided)
-    count = sa.select(sa.func.count()).select_from(batches).where(*mine)
-    there = int(tx.connection.execute(count).scalar_one())
+    there = _open_batches(tx, customer.customer)
     if there >= most:
         raise LimitReached(
             codes.BATCH_LIMIT_EXCEEDED,
@@ -69,6 +66,12 @@ def as_column(tokens: Mapping[str, int]) -> str:
     return rows.json(dict(sorted(tokens.items())))
 
 
+def _open_batches(tx: Transaction, customer: str) -> int:
+    # One that is cancelled or past its deadline has made room already: what is left of it is only to be handed out.
+    mine = (batches.c.customer == customer, is_open, is_undecided)
+    return int(tx.connection.execute(sa.select(sa.func.count()).select_from(batches).where(*mine)).scalar_one())
+
+
 def _lock(tx: Transaction, customer: str, model: str) -> int:
     """Return the sum of one quota, its row made where it is missing, and locked until the end of the transaction."""
     tx.connection.execute(
@@ -83,6 +86,11 @@ class Quotas:
 
     def __init__(self, database: Database) -> None:
         self._database = database
+
+    def open_batches(self, customer: str) -> int:
+        """Return how many of a customer's batches count for `max_open_batches`."""
+        with self._database.read() as tx:
+            return _open_batches(tx, customer)
 
     def enqueued(self, customer: str) -> dict[str, int]:
         """Return the tokens by model that a customer's batches hold; only what is above 0."""

@@ -157,7 +157,8 @@ class Uploads:
 
 def _check_pending(upload: Upload) -> None:
     if upload.status != PENDING:
-        raise NotAllowedInState(f"upload {upload.upload_id} is {upload.status}: begin a new one")
+        ended = "it is a file now" if upload.status == COMPLETED else "begin a new one"
+        raise NotAllowedInState(f"upload {upload.upload_id} is {upload.status}: {ended}")
 
 
 def _lock(tx: Transaction, customer: str, upload_id: str) -> Upload:

@@ -15,6 +15,8 @@ from batch_pipeline.store import ObjectMissing, ObjectStore
 
 def check_files_kept(batch: Batch) -> None:
     """Raise NotAllowedInState where the batch's files are not given out any more."""
+    if batch.deleted_at is not None:
+        raise NotAllowedInState(f"batch {batch.batch_id} was deleted by its customer, and its files with it")
     if batch.files_removed_at is not None:
         raise NotAllowedInState(
             f"the files of batch {batch.batch_id} were removed {_ago(batch.files_removed_at, batch)} after its end, "

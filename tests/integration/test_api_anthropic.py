@@ -175,7 +175,7 @@ def test_cancel_ends_what_was_not_finished_as_canceled(client: anthropic.Anthrop
     ended = client.messages.batches.retrieve(made.id)
     assert (ended.processing_status, counts(ended)) == ("ended", (0, 0, 0, 2, 0))
     assert [result.result.type for result in client.messages.batches.results(made.id)] == ["canceled"] * 2
-    with pytest.raises(anthropic.BadRequestError, match="cancelled already") as refused:
+    with pytest.raises(anthropic.BadRequestError, match="has ended") as refused:
         client.messages.batches.cancel(made.id)
     said = refused.value.response.json()
     assert (
@@ -319,6 +319,8 @@ def test_doors_answer_in_anthropics_words_without_a_key_or_a_version(
         "type": "invalid_request_error",
         "message": "anthropic-version: header is required",
     }
+    # Whoever has no key is told that first.
+    assert httpx.get(url).status_code == 401
     headers = {"x-api-key": key, "anthropic-version": "2023-06-01"}
     for body in (b"", b"{", b"[]", b'{"requests": 1}', b"\xff\xfe", b"null"):
         refused = httpx.post(url, content=body, headers=headers)

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import socket
+from typing import Any
 
+import anthropic
 import httpx
 import openai
 import pytest
 
+from batch_pipeline.api import serving
 from batch_pipeline.ledger import Ledger
+from batch_pipeline.settings import Settings
+from batch_pipeline.store import ObjectStore
 from tests.fakes import service
-from tests.fakes.openai_client import CHAT, Run, create, line, upload
+from tests.fakes.openai_client import CHAT, MODEL, Run, create, line, upload
+
+_HELLO = {"role": "user", "content": "hello there"}
 
 
 @pytest.fixture
@@ -100,3 +107,102 @@ def test_the_head_of_a_request_is_bounded(served: service.Running) -> None:
             answer = b""
     assert sent < 32 * 1024 * 1024
     assert not answer.startswith(b"HTTP/1.1 200")
+
+
+def test_a_head_that_does_not_end_is_given_up(
+    ledger: Ledger, store: ObjectStore, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that goes on arriving, and also behind a request that was answered."""
+    monkeypatch.setattr(serving, "HEAD_SECONDS", 0.5)
+    whole = b"GET /healthz HTTP/1.1\r\nHost: here\r\n\r\n"
+    with service.running(ledger, store, settings) as served:
+        host, port = served.url.removeprefix("http://").split(":")
+        for before in (b"", whole):
+            with socket.create_connection((host, int(port)), timeout=30) as connection:
+                connection.sendall(before)
+                if before:
+                    assert connection.recv(10_000).startswith(b"HTTP/1.1 200")
+                connection.settimeout(0.1)
+                assert _is_closed_while_it_sends(connection)
+
+
+def _is_closed_while_it_sends(connection: socket.socket) -> bool:
+    for _ in range(300):
+        try:
+            connection.sendall(b"G")
+            if connection.recv(1000) == b"":
+                return True
+        except TimeoutError:
+            continue
+        except OSError:
+            return True
+    return False
+
+
+def test_a_part_is_given_only_of_the_file_that_was_meant(client: openai.OpenAI, served: service.Running) -> None:
+    file = upload(client, line("a"))
+    headers = {"Authorization": f"Bearer {client.api_key}", "Range": "bytes=2-5"}
+    address = f"{served.url}/v1/files/{file.id}/content"
+    part = httpx.get(address, headers=headers)
+    assert (part.status_code, part.content) == (206, line("a")[2:6])
+    same = httpx.get(address, headers={**headers, "If-Range": part.headers["ETag"]})
+    assert (same.status_code, same.content) == (206, line("a")[2:6])
+    other = httpx.get(address, headers={**headers, "If-Range": '"other"'})
+    assert (other.status_code, other.content) == (200, line("a"))
+    far = httpx.get(address, headers={**headers, "Range": f"bytes=2-{10**30}"})
+    assert (far.status_code, far.content) == (206, line("a")[2:])
+
+
+@pytest.mark.parametrize(
+    ("param", "given"),
+    [
+        ("endpoint", {"endpoint": "/v1/other"}),
+        ("completion_window", {"completion_window": "soon"}),
+        ("metadata", {"metadata": {"k" * 65: "v"}}),
+        ("name", {"extra_body": {"name": "../up"}}),
+    ],
+)
+def test_a_mistake_names_the_parameter(client: openai.OpenAI, param: str, given: dict[str, object]) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        create(client, line("a"), **given)
+    assert refused.value.param == param
+
+
+def test_the_documentation_needs_nothing_from_elsewhere(served: service.Running) -> None:
+    page = httpx.get(f"{served.url}/docs")
+    assert page.status_code == 200
+    assert "https://" not in page.text
+    for script in ("swagger-ui-bundle.js", "swagger-ui.css", "favicon.png"):
+        assert f"docs/scripts/{script}" in page.text
+        assert httpx.get(f"{served.url}/docs/scripts/{script}").status_code == 200
+    assert httpx.get(f"{served.url}/docs/scripts/../../app.py").status_code == 404
+
+
+def test_a_completed_upload_that_is_cancelled_is_told_what_it_is(client: openai.OpenAI) -> None:
+    begun = client.uploads.create(
+        bytes=len(line("a")), filename="a.jsonl", mime_type="application/jsonl", purpose="batch"
+    )
+    part = client.uploads.parts.create(begun.id, data=line("a"))
+    client.uploads.complete(begun.id, part_ids=[part.id])
+    with pytest.raises(openai.BadRequestError, match="it is a file now"):
+        client.uploads.cancel(begun.id)
+
+
+def test_the_anthropic_door_speaks_of_its_own_ids_and_of_deletions(
+    client: openai.OpenAI, served: service.Running, run: Run
+) -> None:
+    with anthropic.Anthropic(base_url=served.url, api_key=client.api_key, max_retries=0) as messages:
+        batches = messages.messages.batches
+        entry: Any = {"custom_id": "a", "params": {"model": MODEL, "max_tokens": 4, "messages": [_HELLO]}}
+        made = batches.create(requests=[entry])
+        batch_id = made.id.removeprefix("msg")
+        run(batch_id)
+        with pytest.raises(anthropic.BadRequestError, match=f"{made.id} has ended"):
+            batches.cancel(made.id)
+        assert len(list(batches.results(made.id))) == 1
+        # A file that was deleted by the other door is not given out by this one.
+        client.files.delete(str(client.batches.retrieve(batch_id).output_file_id))
+        assert list(batches.results(made.id)) == []
+        batches.delete(made.id)
+        with pytest.raises(openai.BadRequestError, match="was deleted by its customer"):
+            client.post(f"/batches/{batch_id}/retry", cast_to=dict[str, object])

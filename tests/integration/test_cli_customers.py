@@ -52,6 +52,7 @@ def test_limits_are_set_shown_and_forgotten_again(config: Path, capsys: pytest.C
     assert (shown["limits"]["max_requests"], shown["limits"]["max_open_batches"]) == (5, 7)
     said(config, capsys, "set", "acme", "--default", "max_requests", "--max-open-batches", "3")
     assert "acme" in said(config, capsys, "list")
+    assert json.loads(said(config, capsys, "show", "acme", "--json"))["open_batches"] == 0
     [listed] = json.loads(said(config, capsys, "list", "--json"))
     assert (listed["weight"], listed["own_limits"]) == (2.0, {"max_open_batches": 3})
 

@@ -234,6 +234,20 @@ def test_a_worker_is_registered_once_however_often_it_says_so(ledger: Ledger) ->
 # Ends.
 
 
+def test_a_cancelled_batch_waits_behind_those_whose_answers_are_wanted_but_not_for_ever(
+    ledger: Ledger, clock: SteppedClock
+) -> None:
+    def turns() -> list[str]:
+        return [due.creation_key for due in ledger.batches.awaiting_intake(9)]
+
+    for key, advance in (("first", 1.0), ("second", 900.0), ("late", 1.0)):
+        ledger.batches.create(new_batch(key))
+        clock.advance(advance)
+    first = next(due for due in ledger.batches.awaiting_intake(9) if due.creation_key == "first")
+    ledger.batches.cancel(first.batch_id)
+    assert turns() == ["second", "first", "late"]
+
+
 def test_cancel_while_validating_still_accounts_for_every_line(ledger: Ledger) -> None:
     batch = ledger.batches.create(new_batch("a"))
     assert ledger.batches.cancel(batch.batch_id).status == BatchStatus.CANCELLING
