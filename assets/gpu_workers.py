@@ -16,6 +16,7 @@ from batch_pipeline import worker
 from batch_pipeline.errors import BatchPipelineError
 from batch_pipeline.models import Model, job_name
 from batch_pipeline.plain import one_line
+from batch_pipeline.settings import Worker
 from resources import Service
 from resources.kubernetes import worker_tags
 
@@ -36,7 +37,7 @@ def pool_name(model_name: str) -> str:
     return model_name
 
 
-def gpu_worker_job(model_name: str, model: Model) -> dg.JobDefinition:
+def gpu_worker_job(model_name: str, model: Model, worker_settings: Worker) -> dg.JobDefinition:
     """Return the job of a model's workers."""
 
     @dg.op(
@@ -83,7 +84,7 @@ def gpu_worker_job(model_name: str, model: Model) -> dg.JobDefinition:
             "batch_pipeline/group": GROUP,
             # A worker whose place in the pool is free never waits behind runs of intake.
             PRIORITY_TAG: "10",
-            **worker_tags(model_name, model),
+            **worker_tags(model_name, model, worker_settings),
         },
     )
     def run_worker() -> None:

@@ -9,6 +9,7 @@ import sensors
 from assets.partitions import PRIORITY_TAG, STAGE_TAG
 from batch_pipeline import settings as configuration
 from resources import make_resources
+from resources.kubernetes import intake_tags, merge_tags
 
 
 def make_definitions(settings: configuration.Settings) -> dg.Definitions:
@@ -18,7 +19,7 @@ def make_definitions(settings: configuration.Settings) -> dg.Definitions:
         selection=[assets.request_chunks],
         executor_def=dg.in_process_executor,
         description="Validate the file of a batch, order its requests and cut them into chunks.",
-        tags={STAGE_TAG: "intake"},
+        tags={STAGE_TAG: "intake", **intake_tags(settings)},
     )
     merge_job = dg.define_asset_job(
         "merge",
@@ -26,9 +27,9 @@ def make_definitions(settings: configuration.Settings) -> dg.Definitions:
         executor_def=dg.in_process_executor,
         description="Assemble the results of a batch, prove that they are whole, and make them visible.",
         # What is finished is handed out before anything new is begun.
-        tags={STAGE_TAG: "merge", PRIORITY_TAG: "20"},
+        tags={STAGE_TAG: "merge", PRIORITY_TAG: "20", **merge_tags(settings)},
     )
-    workers = {name: assets.gpu_worker_job(name, model) for name, model in settings.models.items()}
+    workers = {name: assets.gpu_worker_job(name, model, settings.worker) for name, model in settings.models.items()}
     return dg.Definitions(
         assets=[assets.uploads, assets.request_chunks, assets.chunk_results, assets.batch_results, assets.usage_report],
         jobs=[intake_job, merge_job, sensors.housekeeping_job, sensors.report_usage_job, *workers.values()],

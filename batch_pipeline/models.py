@@ -7,6 +7,8 @@ from decimal import Decimal, localcontext
 
 import msgspec
 
+from batch_pipeline.pods import Kubernetes as Kubernetes
+
 MESSAGES = "/v1/messages"
 """Anthropic's endpoint, which vLLM serves beside those of OpenAI."""
 RESPONSES = "/v1/responses"
@@ -39,22 +41,6 @@ class Prices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def _exact(written: float) -> Decimal:
     """Return the shortest decimal that stands for a float: 0.1 and not 0.1000000000000000055."""
     return Decimal(repr(written))
-
-
-class Kubernetes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How a worker of this model looks as a Kubernetes Job."""
-
-    gpus: int = 1
-    engine_image: str = "vllm/vllm-openai:v0.32.0"
-    """vLLM's own image, run as a native sidecar."""
-    model_volume_claim: str = "models"
-    """The claim that holds the weights; mounted read-only at the model's `source`."""
-    node_selector: dict[str, str] = {}
-    tolerations: list[dict[str, str]] = []
-    priority_class: str = "batch-inference"
-    grace_seconds: int = 60
-    memory: str = "16Gi"
-    cpu: str = "4"
 
 
 class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -22,6 +22,7 @@ import msgspec
 
 from batch_pipeline.errors import SettingsError
 from batch_pipeline.models import ENDPOINTS, INLINE_MEDIA, Model, Prices, job_name
+from batch_pipeline.pods import Runs, check_kubernetes, check_runs
 
 CONFIG_VARIABLE = "BATCH_PIPELINE_CONFIG"
 OVERRIDE_PREFIX = "BATCH_PIPELINE__"
@@ -111,6 +112,10 @@ class Worker(_Section, frozen=True):
     """That limit is never shorter than this."""
     max_answer_bytes: int = 16 * MEBIBYTE
     """Largest answer of the engine to one request: a larger one ends as an error, so that no request fills the memory.
+    """
+    engine_url: str | None = None
+    """Where the engine of this worker's own pod listens; set there by the tags of its run, and nowhere else. It stands
+    behind a model's `engine_url`.
     """
 
 
@@ -225,6 +230,7 @@ class Settings(_Section, frozen=True):
     limits: Limits = Limits()
     webhooks: Webhooks = Webhooks()
     embedded: Embedded = Embedded()
+    runs: Runs = Runs()
     models: dict[str, Model] = {}
 
 
@@ -275,6 +281,7 @@ def check(settings: Settings) -> list[str]:
         settings.limits,
         settings.webhooks,
         settings.embedded,
+        settings.runs,
     ):
         for field in section.__struct_fields__:
             value = getattr(section, field)
@@ -283,6 +290,7 @@ def check(settings: Settings) -> list[str]:
                 problems.append(f"{type(section).__name__.lower()}.{field} must be above 0, not {value}")
     problems += _check_store(settings.store)
     problems += _check_addresses(settings)
+    problems += check_runs(settings.runs)
     intake = settings.intake
     if not intake.min_window_seconds <= intake.default_window_seconds <= intake.max_window_seconds:
         problems.append(
@@ -292,9 +300,12 @@ def check(settings: Settings) -> list[str]:
         )
     if settings.worker.heartbeat_seconds * 2 > settings.worker.lease_seconds:
         problems.append("worker.heartbeat_seconds must be at most half of worker.lease_seconds, or leases run out")
+    problems += _check_engine_url("worker", settings.worker.engine_url)
     jobs: dict[str, str] = {}
     for name, model in settings.models.items():
         problems += _check_model(name, model)
+        where = f"models.{name}.kubernetes"
+        problems += check_kubernetes(where, model.kubernetes, settings.worker.grace_seconds)
         if (other := jobs.setdefault(job_name(name), name)) != name:
             problems.append(f"models: {other!r} and {name!r} would share the Dagster job {job_name(name)}: rename one")
     return problems
@@ -360,8 +371,7 @@ def _check_model(name: str, model: Model) -> list[str]:
         if endpoint not in ENDPOINTS
     ]
     problems += [f"{where}.prices.{problem}" for problem in _check_prices(model.prices)]
-    if model.engine_url is not None and not model.engine_url.startswith(("http://", "https://")):
-        problems.append(f"{where}.engine_url must start with http:// or https://")
+    problems += _check_engine_url(where, model.engine_url)
     problems += [
         f"{where}.allowed_media_hosts: {host!r} is no host in lower-case letters, as it stands in a URL, nor "
         f'"{INLINE_MEDIA}"'
@@ -369,6 +379,12 @@ def _check_model(name: str, model: Model) -> list[str]:
         if host != INLINE_MEDIA and not MEDIA_HOST.fullmatch(host)
     ]
     return problems
+
+
+def _check_engine_url(where: str, url: str | None) -> list[str]:
+    if url is None or url.startswith(("http://", "https://")):
+        return []
+    return [f"{where}.engine_url must start with http:// or https://"]
 
 
 def _check_prices(prices: Prices) -> list[str]:

@@ -24,8 +24,11 @@ __all__ = [
 ]
 
 
-def engine_for(name: str, model: Model, log: Path) -> Engine:
-    """Return the engine of a model of the catalogue: attached to where it has an `engine_url`, else started here."""
-    if model.engine_url is not None:
-        return AttachedEngine(name, model.engine_url, model.engine_start_seconds)
+def engine_for(name: str, model: Model, log: Path, pod_url: str | None = None) -> Engine:
+    """Return the engine of a model of the catalogue: attached to where it has an `engine_url` or this worker's pod has
+    its engine (`pod_url`), else started here.
+    """
+    url = model.engine_url or pod_url
+    if url is not None:
+        return AttachedEngine(name, url, model.engine_start_seconds)
     return VllmServer(name, model, log)

@@ -43,7 +43,7 @@ def serve(
             store=store or ObjectStore.open(settings.store),
             settings=settings,
             model=model,
-            engine=engine_for(model, settings.models[model], log),
+            engine=engine_for(model, settings.models[model], log, settings.worker.engine_url),
             run_id=run_id,
             only_batches=only_batches,
             on_batch_drained=on_batch_drained or (lambda _batch_id: None),
