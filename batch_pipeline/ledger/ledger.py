@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
+from batch_pipeline.ledger.alarms import Alarms
 from batch_pipeline.ledger.batches import Batches
 from batch_pipeline.ledger.chunks import Chunks
 from batch_pipeline.ledger.customers import Customers
 from batch_pipeline.ledger.database import Clock, Database
+from batch_pipeline.ledger.desk import Desk
 from batch_pipeline.ledger.events import Events
 from batch_pipeline.ledger.files import Files
 from batch_pipeline.ledger.gauges import Reader
@@ -43,6 +45,8 @@ class Ledger:
         self.webhooks = Webhooks(database)
         self.gauges = Reader(database)
         self.message_batches = MessageBatches(database)
+        self.desk = Desk(database)
+        self.alarms = Alarms(database)
 
     @classmethod
     def open(

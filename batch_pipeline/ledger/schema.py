@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 """`upgrade` brings older tables to it."""
 
 metadata = sa.MetaData()
@@ -96,6 +96,15 @@ batches = sa.Table(
     sa.Column("window_asked", sa.String(16), comment="The window in the customer's words, where the API was asked"),
     sa.Column("output_expires_seconds", sa.Integer, comment="After its end: how long the API gives out its files"),
     sa.Column("sent_sha256", sa.String(64), comment="Of the bytes that its door was sent, where that read them all"),
+    sa.Column(
+        "observed_step",
+        sa.Integer,
+        nullable=False,
+        server_default="0",
+        comment="Progress that the operator's desk was shown last, in steps of 5 %",
+    ),
+    sa.Column("observed_at", sa.Double, comment="When that was"),
+    sa.Column("at_risk_at", sa.Double, comment="Since when it is said to miss its deadline; null where it is not"),
 )
 is_open = batches.c.status.in_(
     [sa.literal_column(f"'{status}'") for status in ("validating", "in_progress", "finalizing", "cancelling")]
@@ -124,6 +133,9 @@ sa.Index(
     "batches_open_by_customer", batches.c.customer, batches.c.created_at, postgresql_where=is_open, sqlite_where=is_open
 )
 sa.Index("batches_by_end", batches.c.ended_at, batches.c.batch_id)
+is_at_risk = batches.c.at_risk_at.is_not(None)
+"""Batches of which it is said that they miss their deadline."""
+sa.Index("batches_at_risk", batches.c.at_risk_at, postgresql_where=is_at_risk, sqlite_where=is_at_risk)
 
 chunks = sa.Table(
     "chunks",
@@ -348,6 +360,27 @@ notices = sa.Table(
     sa.Column("since", sa.Double, nullable=False),
     sa.Column("seen_at", sa.Double, nullable=False, comment="When it was last found to be so"),
 )
+
+alarms = sa.Table(
+    "alarms",
+    metadata,
+    sa.Column("alarm_id", sa.String(64), primary_key=True, comment="The same occurrence has the same id"),
+    sa.Column("kind", sa.String(32), nullable=False, comment="AlarmKind"),
+    sa.Column("subject", sa.String(200), nullable=False, comment="A run's, batch's or model's name"),
+    sa.Column("text", sa.Text, nullable=False),
+    sa.Column("raised_at", sa.Double, nullable=False),
+    sa.Column("over_at", sa.Double, comment="When what it tells of had passed"),
+    sa.Column("message_id", sa.String(64), comment="The message that tells of it, once there is one"),
+    sa.Column("due_at", sa.Double, nullable=False, default=0.0, comment="Next try of its message; or its lease"),
+    sa.Column("attempts", sa.Integer, nullable=False, default=0),
+    sa.Column("told_at", sa.Double, comment="When it was told, or given up: then there is an error"),
+    sa.Column("error", sa.Text, comment="Why the newest try failed"),
+)
+is_untold = alarms.c.told_at.is_(None)
+"""Alarms that are still to be told."""
+sa.Index("alarms_untold", alarms.c.raised_at, postgresql_where=is_untold, sqlite_where=is_untold)
+sa.Index("alarms_by_time", alarms.c.raised_at)
+sa.Index("alarms_by_subject", alarms.c.kind, alarms.c.subject)
 
 events = sa.Table(
     "events",

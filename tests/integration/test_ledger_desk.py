@@ -1,0 +1,146 @@
+"""What the operator's desk asks of the ledger: progress that is due, batches at risk, alarms. SQLite and Postgres."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from batch_pipeline.ledger import Ledger
+from batch_pipeline.ledger.alarms import AlarmKind
+from batch_pipeline.ledger.desk import STEPS, Due, Settled
+from batch_pipeline.ledger.records import BatchStatus
+from batch_pipeline.scheduling.risk import risk_of
+from tests.fakes.clock import SteppedClock
+from tests.fakes.ledger_values import MODEL, finish, part_of, result_of, submitted
+
+
+@pytest.fixture
+def clock() -> SteppedClock:
+    return SteppedClock()
+
+
+@pytest.fixture
+def stepped(ledger_url: str, clock: SteppedClock) -> Iterator[Ledger]:
+    ledger = Ledger.open(ledger_url, clock=clock)
+    yield ledger
+    ledger.close()
+
+
+def _due(ledger: Ledger, interval: float = 30.0) -> list[Due]:
+    return ledger.desk.to_observe(interval, limit=10)
+
+
+def test_progress_is_shown_in_steps_and_never_more_often_than_the_interval(
+    stepped: Ledger, clock: SteppedClock
+) -> None:
+    batch_id = submitted(stepped, "a", [MODEL] * 4).batch_id
+    assert _due(stepped) == [], "nothing has finished yet"
+    leases = stepped.chunks.lease("w", MODEL, 4)
+    stepped.chunks.checkpoint(leases[0].ref, part_of(leases[0], 1, completed=1))
+    assert _due(stepped) == [], "one of forty is no step"
+    stepped.chunks.checkpoint(leases[0].ref, part_of(leases[0], 2, completed=2, failed=1))
+    (due,) = _due(stepped)
+    assert due == Due(batch_id, 2)
+    assert stepped.desk.note_observed(due)
+    assert not stepped.desk.note_observed(due), "killed after the note, it is not shown twice"
+    for lease in leases[:2]:
+        stepped.chunks.commit(lease.ref, result_of(lease))
+    assert _due(stepped) == [], "shown a moment ago"
+    clock.advance(31.0)
+    assert _due(stepped) == [Due(batch_id, STEPS // 2)]
+
+
+def test_a_batch_that_is_over_or_about_to_be_is_not_observed(stepped: Ledger) -> None:
+    over, stopping = (submitted(stepped, name, [MODEL] * 2).batch_id for name in ("over", "stopping"))
+    for lease in stepped.chunks.lease("w", MODEL, 3):
+        stepped.chunks.commit(lease.ref, result_of(lease))
+    stepped.batches.cancel(stopping)
+    finish(stepped, over if stepped.batches.get(over).status == BatchStatus.FINALIZING else stopping)
+    assert _due(stepped, 0.0) == []
+
+
+def test_a_batch_at_risk_is_told_once_and_once_more_when_it_has_ended(stepped: Ledger, clock: SteppedClock) -> None:
+    batch_id = submitted(stepped, "a", [MODEL] * 2, window_seconds=3600).batch_id
+    clock.advance(1700.0)
+    (pace,) = stepped.desk.paces()
+    assert risk_of(pace, clock.time) is None
+    clock.advance(200.0)
+    assert risk_of(pace, clock.time) == "no request has finished, and 53% of the time to the deadline is over"
+    assert stepped.desk.note_risk(batch_id, at_risk=True)
+    assert not stepped.desk.note_risk(batch_id, at_risk=True)
+    assert stepped.desk.at_risk_and_over() == []
+    for lease in stepped.chunks.lease("w", MODEL, 2):
+        stepped.chunks.commit(lease.ref, result_of(lease))
+    finish(stepped, batch_id)
+    assert stepped.desk.at_risk_and_over() == [Settled(batch_id, in_time=True, status="completed")]
+    assert stepped.desk.note_risk(batch_id, at_risk=False)
+    assert stepped.desk.at_risk_and_over() == []
+
+
+def test_the_same_occurrence_is_one_alarm(stepped: Ledger) -> None:
+    raise_alarm = stepped.alarms.raise_alarm
+    assert raise_alarm(AlarmKind.RUN_FAILED, "run-1", "it failed")
+    assert not raise_alarm(AlarmKind.RUN_FAILED, "run-1", "it failed")
+    assert raise_alarm(AlarmKind.MODEL_WITHOUT_WORKERS, "m", "nobody", occurrence="1")
+    assert raise_alarm(AlarmKind.MODEL_WITHOUT_WORKERS, "m", "nobody again", occurrence="2")
+    assert stepped.alarms.resolve(AlarmKind.MODEL_WITHOUT_WORKERS, "m") == 2
+    assert [alarm.subject for alarm in stepped.alarms.recent(only_current=True)] == ["run-1"]
+
+
+def test_alarms_are_told_together_in_one_message_at_a_time_and_again_until_they_arrive(
+    stepped: Ledger, clock: SteppedClock
+) -> None:
+    def take() -> tuple[str, list[str], int] | None:
+        message = stepped.alarms.take(lease_seconds=60.0, pause_seconds=300.0)
+        return message and (message.message_id, [alarm.subject for alarm in message.alarms], message.attempt)
+
+    assert take() is None
+    for number in range(3):
+        stepped.alarms.raise_alarm(AlarmKind.RUN_FAILED, f"run-{number}", "it failed")
+        clock.advance(1.0)
+    first = take()
+    assert first is not None
+    message_id = first[0]
+    assert first[1:] == (["run-0", "run-1", "run-2"], 1)
+    stepped.alarms.raise_alarm(AlarmKind.RUN_FAILED, "run-3", "it failed")
+    assert take() is None, "one message at a time"
+    stepped.alarms.failed(message_id, "answered 500", pause_seconds=10.0)
+    assert take() is None, "its pause is not over"
+    clock.advance(11.0)
+    assert take() == (message_id, ["run-0", "run-1", "run-2"], 2)
+    clock.advance(61.0)
+    assert take() == (message_id, ["run-0", "run-1", "run-2"], 3), "its sender died"
+    stepped.alarms.delivered(message_id)
+    assert take() is None, "the pause between messages"
+    clock.advance(301.0)
+    then = take()
+    assert then is not None
+    assert then[1:] == (["run-3"], 1)
+    stepped.alarms.failed(then[0], "answered 500", pause_seconds=None)
+    clock.advance(1000.0)
+    assert take() is None
+    assert stepped.alarms.recent(1)[0].error == "answered 500"
+    assert stepped.alarms.forget(2000.0) == 0
+    assert stepped.alarms.forget(500.0) == 4
+
+
+def test_run_again_supersedes_what_is_committed_and_refuses_who_still_works_on_it(stepped: Ledger) -> None:
+    batch_id = submitted(stepped, "a", [MODEL] * 3).batch_id
+    done, running, _ = leases = stepped.chunks.lease("w", MODEL, 3)
+    stepped.chunks.commit(done.ref, result_of(done))
+    stepped.chunks.checkpoint(running.ref, part_of(running, 1))
+    assert stepped.chunks.run_again(batch_id, "operator", order="run-1") == 3
+    (lane,) = stepped.batches.lanes(batch_id)
+    assert (lane.pending, lane.leased, lane.committed) == (3, 0, 0)
+    assert (lane.completed, lane.failed, lane.input_tokens, lane.output_tokens) == (0, 0, 0, 0)
+    assert stepped.chunks.run_again(batch_id, "operator", order="run-1") == 0, "the same order again"
+    for lease in leases:
+        with pytest.raises(Exception, match="is not valid any more"):
+            stepped.chunks.commit(lease.ref, result_of(lease))
+    for lease in stepped.chunks.lease("w2", MODEL, 3):
+        assert lease.parts == []
+        stepped.chunks.commit(lease.ref, result_of(lease))
+    assert finish(stepped, batch_id).completed == 30
+    with pytest.raises(Exception, match="as a new batch"):
+        stepped.chunks.run_again(batch_id, "operator", order="run-2")
