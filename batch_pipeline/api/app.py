@@ -34,6 +34,15 @@ _DESCRIPTION = """\
 Batches of LLM requests, for the `openai` and `anthropic` SDKs and for programs of your own. Every route but the health
 routes asks for a key: `Authorization: Bearer KEY` or `x-api-key: KEY`.
 """
+_TAGS = {
+    "OpenAI: files": "Upload a file of requests; fetch the files of results.",
+    "OpenAI: uploads": "A file in parts, for what is too large for one request.",
+    "OpenAI: batches": "Make a batch of a file, follow it, cancel it.",
+    "Batches: beyond OpenAI": "Results while a batch runs, its manifest, and running again what failed.",
+    "Anthropic: message batches": "Batches of the Messages API, with their requests in the body.",
+    "health": "Whether the service is up.",
+    "operators": "For Prometheus.",
+}
 ROUTERS = (
     health.router,
     openai_files.router,
@@ -49,7 +58,11 @@ class _Service(FastAPI):
         """Return the OpenAPI document, in which mistakes are what they are here: 400 in the door's shape, never 422."""
         if self.openapi_schema is None:
             document = get_openapi(
-                title=self.title, version=self.version, description=self.description, routes=self.routes
+                title=self.title,
+                version=self.version,
+                description=self.description,
+                routes=self.routes,
+                tags=self.openapi_tags,
             )
             for operations in document["paths"].values():
                 for operation in operations.values():
@@ -67,6 +80,7 @@ def create_app(ledger: Ledger, store: ObjectStore, settings: Settings) -> FastAP
         title="Batch Pipeline",
         version=version("batch-pipeline"),
         description=_DESCRIPTION,
+        openapi_tags=[{"name": name, "description": words} for name, words in _TAGS.items()],
         lifespan=_lifespan,
         # Its scripts are fetched from a public CDN; `documentation` has its own.
         docs_url=None,
