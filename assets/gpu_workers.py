@@ -11,7 +11,7 @@ from pydantic import Field
 from sqlalchemy.exc import SQLAlchemyError
 
 from assets.chunk_results import chunk_results_event
-from assets.partitions import GROUP, PRIORITY_TAG
+from assets.partitions import GROUP, PRIORITY_TAG, STAGE_TAG
 from batch_pipeline import worker
 from batch_pipeline.errors import BatchPipelineError
 from batch_pipeline.models import Model, job_name
@@ -22,6 +22,15 @@ from resources.kubernetes import worker_tags
 
 log = logging.getLogger(__name__)
 
+ENDED_TAG = "batch_pipeline/ended"
+"""Of a worker's run that ended by neither its own nor an operator's will."""
+PREEMPTED = "preempted"
+"""Told to end by a signal: its pod was preempted or evicted, or its Job deleted. Its work was handed back."""
+LOST = "lost"
+"""Not heard of any more: its node is gone, or it hangs. Its leases have run out."""
+WORKER_STAGE = "worker"
+"""What Dagster's tag_concurrency_limits count: no more workers at once than there are GPUs."""
+
 
 class WorkerConfig(dg.Config):
     """What an operator may say when launching a worker."""
@@ -30,6 +39,20 @@ class WorkerConfig(dg.Config):
         default=[],
         description="Ids of the only batches that the worker serves: dedicated capacity. Empty: any batch.",
     )
+
+
+def note_preemption(instance: dg.DagsterInstance, run_id: str) -> None:
+    """Let Dagster know that this run is being ended from outside: its pod is preempted or evicted, its Job was deleted.
+
+    As soon as possible, because what run monitoring sees from then on is a pod that has gone. Nothing where somebody
+    has terminated the run: Dagster knows. Killed before or in between, run monitoring calls the run failed; afterwards
+    it ends as cancelled, by this process or, if that is killed, after `cancel_timeout_seconds`.
+    """
+    run = instance.get_run_by_id(run_id)
+    if run is None or run.status != dg.DagsterRunStatus.STARTED:
+        return
+    instance.add_run_tags(run_id, {ENDED_TAG: PREEMPTED})
+    instance.report_run_canceling(run, "The worker was told to end by its surroundings; it hands its work back.")
 
 
 def pool_name(model_name: str) -> str:
@@ -53,9 +76,16 @@ def gpu_worker_job(model_name: str, model: Model, worker_settings: Worker) -> dg
         def report_drained(batch_id: str) -> None:
             """Show it in Dagster. An outage of its database must not cost the engine: the merge does it later."""
             try:
-                context.log_event(chunk_results_event(parts, batch_id))
+                context.log_event(chunk_results_event(parts, batch_id, context.instance))
             except (BatchPipelineError, SQLAlchemyError, dg.DagsterError) as error:
                 log.warning("the chunks of %s are left for its merge to show: %s", batch_id, one_line(str(error)))
+
+        def told_to_end() -> None:
+            """Say it in Dagster. In an outage of its database run monitoring finds out, and calls it a failure."""
+            try:
+                note_preemption(context.instance, context.run_id)
+            except (SQLAlchemyError, dg.DagsterError) as error:
+                log.warning("Dagster was not told that its run was told to end: %s", one_line(str(error)))
 
         report = worker.serve(
             parts.settings,
@@ -63,13 +93,15 @@ def gpu_worker_job(model_name: str, model: Model, worker_settings: Worker) -> dg
             run_id=context.run_id,
             only_batches=config.batches,
             on_batch_drained=report_drained,
+            on_signal=told_to_end,
         )
         context.log.info(
             f"worker left ({report.ended}): {report.chunks} chunks, {report.requests} requests, "
             f"{report.output_tokens} tokens generated in {report.seconds:.0f} s"
         )
         if report.ended == worker.Ended.SIGNAL:
-            # Dagster asked for it (a termination, or a preempted pod): the run ends as cancelled, not as a success.
+            # The run ends as cancelled: not as a success, nor as a failure that alarms.
+            told_to_end()
             raise dg.DagsterExecutionInterruptedError
 
     @dg.job(
@@ -82,6 +114,7 @@ def gpu_worker_job(model_name: str, model: Model, worker_settings: Worker) -> dg
         tags={
             "batch_pipeline/model": model_name,
             "batch_pipeline/group": GROUP,
+            STAGE_TAG: WORKER_STAGE,
             # A worker whose place in the pool is free never waits behind runs of intake.
             PRIORITY_TAG: "10",
             **worker_tags(model_name, model, worker_settings),

@@ -1,16 +1,31 @@
 """Launches GPU workers where there is backlog, and keeps the pools' limits equal to the catalogue's."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import dagster as dg
+import msgspec
 
 from assets.gpu_workers import pool_name
-from batch_pipeline.ledger import Ledger
+from batch_pipeline.ledger import Ledger, notices
 from batch_pipeline.ledger.records import WorkerState
-from batch_pipeline.scheduling.placement import Capacity, plan_workers
+from batch_pipeline.scheduling.placement import Backlog, Capacity, Launch, plan_workers
 from batch_pipeline.settings import Settings
 from resources import Service
+from sensors import worker_runs
 from sensors.runs import count_under_way, is_failing, pause_seconds
+
+
+class _Look(NamedTuple):
+    """What one tick has found."""
+
+    runs: dict[str, Sequence[dg.RunRecord]]
+    """Of each model, those under way."""
+    backlogs: list[Backlog]
+    pausing: set[str]
+    """Models whose last starts have failed."""
+    capacities: list[Capacity]
+    launches: list[Launch]
 
 
 def gpu_worker_sensor(settings: Settings, jobs: Mapping[str, dg.JobDefinition]) -> dg.SensorDefinition:
@@ -21,40 +36,26 @@ def gpu_worker_sensor(settings: Settings, jobs: Mapping[str, dg.JobDefinition]) 
         jobs=list(jobs.values()),
         minimum_interval_seconds=settings.scheduling.sensor_interval_seconds,
         default_status=dg.DefaultSensorStatus.RUNNING,
-        description="Launches GPU workers where there is backlog, within each model's pool and the total of GPUs.",
+        description=(
+            "Launches GPU workers where there is backlog, within each model's pool and the total of GPUs. Says why a "
+            "model has no worker yet, and has the runs of lost workers ended."
+        ),
     )
-    def gpu_workers(context: dg.SensorEvaluationContext, service: Service) -> dg.SensorResult | dg.SkipReason:
+    def gpu_workers(context: dg.SensorEvaluationContext, service: Service) -> dg.SensorResult:
         parts = service.open()
         keep_pool_limits(context.instance, settings)
-        backlogs = [backlog for backlog in parts.ledger.backlog() if backlog.model in jobs]
-        first_pause = settings.scheduling.retry_run_seconds
-        pausing = {
-            backlog.model
-            for backlog in backlogs
-            if _is_pausing(backlog.model, parts.ledger, settings)
-            or is_failing(context.instance, jobs[backlog.model].name, first_pause)
-        }
-        launches = plan_workers(
-            [backlog for backlog in backlogs if backlog.model not in pausing],
-            [
-                Capacity(
-                    model=name,
-                    workers=count_under_way(context.instance, job.name),
-                    pool_limit=settings.models[name].pool_limit,
-                    gpus_per_worker=settings.models[name].kubernetes.gpus,
-                )
-                for name, job in jobs.items()
-            ],
-            settings.scheduling.total_gpus,
-            settings.scheduling.chunks_per_worker,
-        )
+        runs = {name: worker_runs.records_under_way(context.instance, job.name) for name, job in jobs.items()}
+        cursor = _agree(context, parts.ledger, runs, settings.worker.lease_seconds)
+        look = _look(context.instance, parts.ledger, settings, jobs)._replace(runs=runs)
+        _tell(context.instance, parts.ledger, settings, jobs, look)
         requests = [
-            dg.RunRequest(job_name=jobs[launch.model].name) for launch in launches for _ in range(launch.workers)
+            dg.RunRequest(job_name=jobs[launch.model].name) for launch in look.launches for _ in range(launch.workers)
         ]
-        if not requests:
-            waiting = f"; pausing after failed starts: {', '.join(sorted(pausing))}" if pausing else ""
-            return dg.SkipReason(f"no worker to launch for {len(backlogs)} models with work{waiting}")
-        return dg.SensorResult(run_requests=requests)
+        if requests:
+            return dg.SensorResult(run_requests=requests, cursor=cursor)
+        waiting = f"; pausing after failed starts: {', '.join(sorted(look.pausing))}" if look.pausing else ""
+        skipped = f"no worker to launch for {len(look.backlogs)} models with work{waiting}"
+        return dg.SensorResult(skip_reason=skipped, cursor=cursor)
 
     return gpu_workers
 
@@ -65,6 +66,91 @@ def keep_pool_limits(instance: dg.DagsterInstance, settings: Settings) -> None:
     for name, model in settings.models.items():
         if limits.get(pool_name(name)) != model.pool_limit:
             instance.event_log_storage.set_concurrency_slots(pool_name(name), model.pool_limit)
+
+
+def _agree(
+    context: dg.SensorEvaluationContext,
+    ledger: Ledger,
+    runs: Mapping[str, Sequence[dg.RunRecord]],
+    lease_seconds: float,
+) -> str:
+    """End the runs of lost workers, and ask workers of ended runs to leave; return the cursor for the next tick."""
+    records = [record for of_model in runs.values() for record in of_model]
+    run_ids = {record.dagster_run.run_id for record in records}
+    since = msgspec.json.decode(context.cursor, type=dict[str, float]) if context.cursor else {}
+    workers = ledger.workers.of_runs(sorted(run_ids))
+    silence = worker_runs.find_lost(records, workers, ledger.now(), lease_seconds, since)
+    for lost in silence.lost:
+        worker_runs.end_lost(context.instance, ledger, lost)
+    worker_runs.dismiss_orphans(context.instance, ledger, sorted(runs), run_ids, lease_seconds)
+    return msgspec.json.encode(silence.since).decode()
+
+
+def _look(
+    instance: dg.DagsterInstance, ledger: Ledger, settings: Settings, jobs: Mapping[str, dg.JobDefinition]
+) -> _Look:
+    backlogs = [backlog for backlog in ledger.backlog() if backlog.model in jobs]
+    first_pause = settings.scheduling.retry_run_seconds
+    pausing = {
+        backlog.model
+        for backlog in backlogs
+        if _is_pausing(backlog.model, ledger, settings) or is_failing(instance, jobs[backlog.model].name, first_pause)
+    }
+    capacities = [
+        Capacity(
+            model=name,
+            workers=count_under_way(instance, job.name),
+            pool_limit=settings.models[name].pool_limit,
+            gpus_per_worker=settings.models[name].kubernetes.gpus,
+        )
+        for name, job in jobs.items()
+    ]
+    launches = plan_workers(
+        [backlog for backlog in backlogs if backlog.model not in pausing],
+        capacities,
+        settings.scheduling.total_gpus,
+        settings.scheduling.chunks_per_worker,
+    )
+    return _Look({}, backlogs, pausing, capacities, launches)
+
+
+def _tell(
+    instance: dg.DagsterInstance,
+    ledger: Ledger,
+    settings: Settings,
+    jobs: Mapping[str, dg.JobDefinition],
+    look: _Look,
+) -> None:
+    """Let the status of a model's batches say what keeps its next worker (invariant I9). Killed in between, some still
+    say what was true at the last tick, for two minutes at most.
+    """
+    waiting = {backlog.model for backlog in look.backlogs if backlog.pending}
+    under_way = {capacity.model: capacity.workers for capacity in look.capacities}
+    launching = {launch.model for launch in look.launches}
+    for model, job in jobs.items():
+        reason = None
+        if model not in waiting or model in launching:
+            pass
+        elif under_way[model]:
+            workers = ledger.workers.of_runs([record.dagster_run.run_id for record in look.runs[model]])
+            reason = worker_runs.why_waiting(instance, look.runs[model], workers, ledger.now())
+        elif model in look.pausing:
+            failure = worker_runs.last_failure(instance, job.name)
+            reason = None if failure is None else f"its last run failed, and the next one is to start soon: {failure}"
+        else:
+            reason = _gpus_taken(settings, under_way)
+        if reason is None:
+            ledger.notices.clear(notices.of_model(model))
+        else:
+            ledger.notices.post(notices.of_model(model), reason)
+
+
+def _gpus_taken(settings: Settings, under_way: Mapping[str, int]) -> str:
+    taken = {model: count * settings.models[model].kubernetes.gpus for model, count in under_way.items() if count}
+    total = settings.scheduling.total_gpus
+    if not taken:
+        return f"it needs more GPUs than there are ({total})"
+    return f"{sum(taken.values())} of {total} GPUs are in use, by workers of {', '.join(sorted(taken))}"
 
 
 def _is_pausing(model: str, ledger: Ledger, settings: Settings) -> bool:

@@ -1,10 +1,13 @@
-"""What holds up every batch at once, kept where every status is made: for instance that the object store is away.
+"""What holds up every batch at once, or every batch of a model, kept where every status is made: for instance that the
+object store is away, or that a model's next worker waits for a GPU.
 
-A status.json cannot be written then; the ledger still can say why (invariant I9). A notice counts for as long as it is
-repeated: one whose reporter died is forgotten by itself.
+A status.json cannot be written without the store; the ledger still can say why (invariant I9). A notice counts for as
+long as it is repeated: one whose reporter died is forgotten by itself.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import sqlalchemy as sa
 
@@ -14,7 +17,14 @@ from batch_pipeline.ledger.transitions import insert_for
 
 STORE = "store"
 """The object store cannot be reached."""
+_OF_MODEL = "model/"
+"""Before a model's name: what keeps its workers from being there."""
 _MOST_CHARACTERS = 500
+
+
+def of_model(model: str) -> str:
+    """Return the name of the notice of what keeps a model's next worker."""
+    return f"{_OF_MODEL}{model}"
 
 
 class Notices:
@@ -39,7 +49,17 @@ class Notices:
             tx.connection.execute(notices.delete().where(notices.c.name == name))
 
     def current(self, within_seconds: float = 120.0) -> list[str]:
-        """Return the texts of what was said lately, the oldest trouble first."""
+        """Return the texts of what was said lately and holds up every batch, the oldest trouble first."""
         with self._database.read() as tx:
-            query = sa.select(notices.c.text).where(notices.c.seen_at > tx.now - within_seconds)
+            query = sa.select(notices.c.text).where(
+                notices.c.seen_at > tx.now - within_seconds, ~notices.c.name.startswith(_OF_MODEL, autoescape=True)
+            )
             return list(tx.connection.execute(query.order_by(notices.c.since, notices.c.name)).scalars())
+
+    def of_models(self, models: Sequence[str], within_seconds: float = 120.0) -> dict[str, str]:
+        """Return what was said lately of these models' next workers."""
+        with self._database.read() as tx:
+            query = sa.select(notices.c.name, notices.c.text).where(
+                notices.c.seen_at > tx.now - within_seconds, notices.c.name.in_([of_model(model) for model in models])
+            )
+            return {row.name.removeprefix(_OF_MODEL): row.text for row in tx.connection.execute(query)}

@@ -97,3 +97,9 @@ class Workers:
                 .limit(1000)
             )
             return [rows.worker(row) for row in tx.connection.execute(query)]
+
+    def of_runs(self, run_ids: Sequence[str]) -> dict[str, Worker]:
+        """Return the worker of each of these runs that has one, by the run's id."""
+        with self._database.read() as tx:
+            found = tx.connection.execute(sa.select(workers).where(workers.c.run_id.in_(list(run_ids))))
+            return {worker.run_id: worker for worker in map(rows.worker, found) if worker.run_id is not None}

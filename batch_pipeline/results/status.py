@@ -226,6 +226,7 @@ def _situation(batch: Batch, lanes: Sequence[Lane], ledger: Ledger, now: float, 
         ],
         lease_seconds=settings.worker.lease_seconds,
         notices=[] if over else ledger.notices.current(),
+        model_notices={} if over or not batch.models else ledger.notices.of_models(batch.models),
     )
 
 

@@ -41,6 +41,8 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     """A worker that was silent for longer is not counted as there."""
     notices: list[str] = []
     """What holds up every batch, for instance that the object store is away."""
+    model_notices: dict[str, str] = {}
+    """What keeps a model's next worker, for instance that its run waits for a GPU."""
 
 
 def explain(situation: Situation) -> str | None:
@@ -86,15 +88,23 @@ def _lane(lane: LaneView, situation: Situation) -> str:
     if ready:
         return f"waiting for a worker of {lane.model} that is busy with other batches"
     if starting:
-        doing = starting[0].detail or "its engine is loading the model"
-        return f"waiting for a worker of {lane.model}: {doing}"
+        doing = [starting[0].detail or "its engine is loading the model"]
+        return f"waiting for a worker of {lane.model}: {'; '.join(doing + _notice_of(lane, situation))}"
     # A worker that failed is not heard of again, so its age does not matter: the newest one counts.
     told = [worker for worker in situation.workers if worker.model == lane.model]
     if told and told[0].state == "failed":
-        return f"waiting for a worker of {lane.model}: worker cannot start: {told[0].detail or 'no reason given'}"
+        why = [f"worker cannot start: {told[0].detail or 'no reason given'}", *_notice_of(lane, situation)]
+        return f"waiting for a worker of {lane.model}: {'; '.join(why)}"
     if lane.leased:
-        return f"waiting for a worker of {lane.model}: the last one has fallen silent, its lease is running out"
-    return f"waiting for a worker of {lane.model}: none is running yet"
+        why = ["the last one has fallen silent, its lease is running out", *_notice_of(lane, situation)]
+        return f"waiting for a worker of {lane.model}: {'; '.join(why)}"
+    why = _notice_of(lane, situation) or ["none is running yet"]
+    return f"waiting for a worker of {lane.model}: {why[0]}"
+
+
+def _notice_of(lane: LaneView, situation: Situation) -> list[str]:
+    notice = situation.model_notices.get(lane.model)
+    return [] if notice is None else [notice]
 
 
 def is_served(situation: Situation) -> bool:

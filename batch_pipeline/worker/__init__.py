@@ -26,6 +26,7 @@ def serve(
     store: ObjectStore | None = None,
     only_batches: Sequence[str] = (),
     on_batch_drained: Callable[[str], None] | None = None,
+    on_signal: Callable[[], None] | None = None,
 ) -> WorkerReport:
     """Build the parts of a worker from the configuration, those that are not given, and run it to its end.
 
@@ -47,6 +48,7 @@ def serve(
             run_id=run_id,
             only_batches=only_batches,
             on_batch_drained=on_batch_drained or (lambda _batch_id: None),
+            on_signal=on_signal or (lambda: None),
             worker_id=worker_id,
         ).run()
     finally:

@@ -46,6 +46,10 @@ def _nobody(_batch_id: str) -> None:
     """Tell nobody that a batch has drained."""
 
 
+def _nothing() -> None:
+    """Do nothing at a signal but what the worker does itself."""
+
+
 class Worker:
     """One life of a worker; `run` it once. It owns its engine: started with it, stopped with it."""
 
@@ -60,13 +64,16 @@ class Worker:
         run_id: str | None = None,
         only_batches: Sequence[str] = (),
         on_batch_drained: Callable[[str], None] = _nobody,
+        on_signal: Callable[[], None] = _nothing,
         worker_id: str | None = None,
         clocks: Clocks | None = None,
     ) -> None:
         """Raises SettingsError where the model is not in the catalogue.
 
         `on_batch_drained` is called in a thread of its own when a commit or a release of ours was a batch's last one;
-        what it raises ends the worker. `clocks` default to the machine's monotonic clock and the ledger's time.
+        what it raises ends the worker. `on_signal` is called, in a thread as well, as soon as a signal tells the worker
+        to end and while it still hands its work back. `clocks` default to the machine's monotonic clock and the
+        ledger's time.
         """
         if model not in settings.models:
             known = ", ".join(sorted(settings.models)) or "none"
@@ -79,6 +86,7 @@ class Worker:
         self._engine = engine
         self._run_id = run_id
         self._only = list(only_batches)
+        self._on_signal = on_signal
         self._ledger_time_at_zero = time.time() - time.monotonic()
         self._clocks = clocks or Clocks(time.monotonic, self._ledger_time, random.Random())  # noqa: S311 - jitter
         self._outages = Outages(self._clocks.random, self._part_is_away)
@@ -326,6 +334,8 @@ class Worker:
     def _signalled(self) -> None:
         if self._ended.done():
             self._hurry.set()
+        else:
+            self._spawn(asyncio.to_thread(self._on_signal))
         self._end(Ended.SIGNAL)
 
     async def _drain(self, ended: Ended) -> None:

@@ -206,7 +206,7 @@ def test_tags_are_the_same_for_the_same_model() -> None:
         ({"memory": "16 GB"}, "memory must be an amount"),
         ({"cpu": "0"}, "cpu must be an amount"),
         ({"node_cache": "/var/cache"}, "node_cache is used without a claim"),
-        ({"node_cache": "cache", "model_volume_claim": ""}, "full path"),
+        ({"node_cache": "cache", "model_volume_claim": "", **FETCHED}, "full path"),
         ({"model_volume_claim": ""}, "weights_url must say where the weights come from"),
         ({"weights_url": "https://weights", "weights_image": "i"}, "weights_url must be s3://"),
         ({"weights_url": "s3://weights/small"}, "weights_image must name"),
