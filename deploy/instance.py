@@ -42,7 +42,7 @@ def _database(raw: Table) -> list[Table]:
     ]
     different: list[Table] = []
     for config in configs:
-        meant = {key: value for key, value in config.items() if key not in _WHOSE and value}
+        meant: Table = {key: value for key, value in config.items() if key not in _WHOSE and value}
         if meant not in different:
             different.append(meant)
     return different
@@ -52,9 +52,9 @@ def _launcher(config: Table) -> Table:
     """Return the launcher's configuration with Kubernetes' fields as its Python client spells them."""
     config = {key: value for key, value in config.items() if _LAUNCHER_DEFAULTS.get(key) != value}
     config.pop("job_namespace")
-    meant = {
-        key: snake_case(config.pop(key)) for key in ("volumes", "volume_mounts", "run_k8s_config") if key in config
-    }
+    meant: Table = {}
+    for key in ("volumes", "volume_mounts", "run_k8s_config"):
+        meant[key] = snake_case(config.pop(key))
     pod = meant["run_k8s_config"]["pod_spec_config"]
     # The account in the pod's own specification counts before the launcher's.
     own = pod.pop("service_account_name", None) or config["service_account_name"]

@@ -40,7 +40,7 @@ def versions() -> list[str]:
 
 def kustomized(folder: Path) -> list[Object]:
     """Return the objects of a kustomization, as far as ours use it: resources (other ones too), files of config maps,
-    the namespace.
+    the namespace. Without its patches.
     """
     kustomization = yaml.safe_load((folder / "kustomization.yaml").read_text(encoding="utf-8"))
     found: list[Object] = []
@@ -50,6 +50,8 @@ def kustomized(folder: Path) -> list[Object]:
     for generator in kustomization.get("configMapGenerator", []):
         files = [folder / file for file in generator["files"]]
         data = {file.name: file.read_text(encoding="utf-8") for file in files}
+        if generator.get("behavior") == "replace":
+            found = [one for one in found if made([one]) != {Name("ConfigMap", generator["name"])}]
         found.append({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": generator["name"]}, "data": data})
     if "namespace" in kustomization:
         for one in found:

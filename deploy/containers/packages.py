@@ -15,7 +15,7 @@ import tomllib
 from pathlib import Path
 
 from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
+from packaging.utils import NormalizedName, canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
 LIST = Path(__file__).with_name("packages.txt")
@@ -42,11 +42,11 @@ def wanted() -> list[str]:
     return sorted(pins[name] for name in needed())
 
 
-def needed() -> set[str]:
+def needed() -> set[NormalizedName]:
     """Return the canonical names of the service's dependencies and of everything below them."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     open_ones = [Requirement(line) for line in project["dependencies"]]
-    extras: dict[str, set[str]] = {}
+    extras: dict[NormalizedName, set[str]] = {}
     while open_ones:
         requirement = open_ones.pop()
         name = canonicalize_name(requirement.name)

@@ -1,0 +1,99 @@
+"""Dagster's own Kubernetes launcher without a cluster: what it would create, and which calls it makes."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import kubernetes
+import yaml
+from dagster import DagsterInstance, DagsterRun
+from dagster._config import process_config
+from dagster._core.code_pointer import ModuleCodePointer
+from dagster._core.launcher import LaunchRunContext
+from dagster._core.origin import JobPythonOrigin, RepositoryPythonOrigin
+from dagster_k8s import K8sRunLauncher
+from dagster_k8s.client import DagsterKubernetesClient
+
+from batch_pipeline.definitions import make_definitions
+from batch_pipeline.settings import Settings
+from deploy import objects
+
+NAMESPACE = "batch-pipeline"
+IMAGE = "registry.example.com/batch-pipeline:0.1.0"
+
+
+class Recorder:
+    """Stands where the client of Kubernetes' batch API does, and keeps what is to be created."""
+
+    def __init__(self) -> None:
+        self.jobs: list[objects.Object] = []
+
+    def create_namespaced_job(self, *, body: kubernetes.client.V1Job, namespace: str, **_options: Any) -> None:
+        assert namespace == NAMESPACE
+        self.jobs.append(kubernetes.client.ApiClient().sanitize_for_serialization(body))
+
+
+def launched(settings: Settings, folder: Path) -> Iterator[tuple[str, objects.Object]]:
+    """Yield the name of each of our jobs, and the Job that the launcher makes for its run."""
+    recorder = Recorder()
+    launcher_class: Any = K8sRunLauncher
+    config = {
+        **yaml.safe_load((objects.DEPLOY / "dagster.yaml").read_text(encoding="utf-8"))["run_launcher"]["config"],
+        "job_namespace": NAMESPACE,
+    }
+    checked = process_config(launcher_class.config_type(), config)
+    assert checked.success, checked.errors
+    here = {"load_incluster_config": False, "kubeconfig_file": str(kubeconfig(folder))}
+    launcher = launcher_class(**{**(checked.value or {}), **here}, k8s_client_batch_api=recorder)
+    origin = RepositoryPythonOrigin(
+        executable_path="python",
+        code_pointer=ModuleCodePointer("batch_pipeline.definitions", "defs"),
+        container_image=IMAGE,
+        entry_point=["dagster"],
+    )
+    with warnings.catch_warnings(), DagsterInstance.local_temp(str(folder)) as dagster:
+        warnings.simplefilter("ignore")
+        launcher.register_instance(dagster)
+        for job in make_definitions(settings).get_repository_def().get_all_jobs():
+            tags = {**job.tags, **job.run_tags}
+            run = DagsterRun(job_name=job.name, tags=tags, job_code_origin=JobPythonOrigin(job.name, origin))
+            dagster.add_run(run)
+            launcher.launch_run(LaunchRunContext(run, None))
+            yield job.name, recorder.jobs[-1]
+
+
+def kubeconfig(folder: Path) -> Path:
+    """A file that points at no cluster: what would be sent there is looked at instead."""
+    cluster = {"name": "none", "cluster": {"server": "http://127.0.0.1:1"}}
+    context = {"name": "none", "context": {"cluster": "none", "user": "none"}}
+    file = folder / "kubeconfig"
+    users = [{"name": "none", "user": {}}]
+    whole = {"clusters": [cluster], "contexts": [context], "current-context": "none", "users": users}
+    file.write_text(yaml.safe_dump({"apiVersion": "v1", "kind": "Config", **whole}), encoding="utf-8")
+    return file
+
+
+def calls_of_the_launcher() -> set[str]:
+    """Return the calls of Kubernetes' API that the launcher's methods come to, by reading dagster-k8s."""
+    [client] = ast.parse(inspect.getsource(DagsterKubernetesClient)).body
+    methods = {node.name: node for node in ast.walk(client) if isinstance(node, ast.FunctionDef)}
+    todo = [name for name in attributes(ast.parse(inspect.getsource(K8sRunLauncher))) if name in methods]
+    seen: set[str] = set()
+    calls: set[str] = set()
+    while todo:
+        name = todo.pop()
+        if name not in seen:
+            seen.add(name)
+            used = attributes(methods[name])
+            calls |= {each for each in used if "_namespaced_" in each and each not in methods}
+            todo += [each for each in used if each in methods]
+    return calls
+
+
+def attributes(tree: ast.AST) -> set[str]:
+    return {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
