@@ -43,6 +43,21 @@ def _exact(written: float) -> Decimal:
     return Decimal(repr(written))
 
 
+class Shared(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How batch work gives way on an engine that live traffic uses too (see `scheduling.governor`)."""
+
+    live_traffic: bool = False
+    """Whether live requests go to the model's `engine_url` as well. Needs one: an engine started here has none."""
+    live_ttft_budget_seconds: float = 1.0
+    """Longest time to first token that live requests are to have: above it no batch request is fed."""
+    kv_cache_mark: float = 0.8
+    """Share of the KV cache in use, above 0 and at most 1, from which on there is too much batch work."""
+    probe_seconds: float = 2.0
+    """Pause between two live requests of our own, of one token each, that measure that time."""
+    least_in_flight: int = 1
+    """Batch requests in flight while nothing is known, and after a stop. The most are the model's `max_in_flight`."""
+
+
 class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One model of the catalogue. `name` is what customers write in a request's body."""
 
@@ -81,6 +96,7 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     would let one find out what another has asked. Within a customer prefixes are shared as always.
     """
     prices: Prices = Prices()
+    shared: Shared = Shared()
     kubernetes: Kubernetes = Kubernetes()
 
     @property

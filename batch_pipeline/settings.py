@@ -427,6 +427,7 @@ def _apply_overrides(raw: dict[str, Any], variables: Mapping[str, str]) -> list[
 
 def _value(variable: str, text: str) -> Any:
     if not text.startswith(("[", "{")):
+    problems += [f"{where}.shared.{problem}" for problem in _check_shared(model)]
         return text
     try:
         return tomllib.loads(f"value = {text}")["value"]
@@ -436,6 +437,21 @@ def _value(variable: str, text: str) -> Any:
 
 def _absolute(settings: Settings, base: Path) -> Settings:
     """Return the settings with every relative path made absolute, so that no part depends on its working folder."""
+def _check_shared(model: Model) -> list[str]:
+    shared = model.shared
+    problems = []
+    if shared.live_traffic and model.engine_url is None:
+        problems.append("live_traffic needs the model's engine_url: an engine that is started here has no live traffic")
+    for field in ("live_ttft_budget_seconds", "probe_seconds"):
+        if not 0 < getattr(shared, field) < math.inf:
+            problems.append(f"{field} must be above 0, not {getattr(shared, field)}")
+    if not 0 < shared.kv_cache_mark <= 1:
+        problems.append(f"kv_cache_mark must be above 0 and at most 1, not {shared.kv_cache_mark}")
+    if not 1 <= shared.least_in_flight <= max(1, model.max_in_flight):
+        problems.append(f"least_in_flight must be from 1 to the model's max_in_flight, not {shared.least_in_flight}")
+    return problems
+
+
     url = settings.ledger.url
     prefix = "sqlite:///"
     if url.startswith(prefix) and not url.startswith("sqlite:////") and url != "sqlite:///:memory:":

@@ -8,7 +8,7 @@ from enum import Enum
 import msgspec
 
 from batch_pipeline import ids
-from batch_pipeline.engine.client import Answer
+from batch_pipeline.engine.client import Answer, with_member
 from batch_pipeline.wire.chunk_files import ChunkRequest, FinishedRequest
 from batch_pipeline.wire.lines import EngineResponse, LineError, ResultLine, encode_result
 
@@ -51,7 +51,7 @@ def salted(body: bytes, customer: str) -> bytes:
     what others have asked. Intake lets no customer set a salt.
     """
     salt = hashlib.sha256(f"batch-pipeline:{customer}".encode()).hexdigest()[:32]
-    return _with(body, b'"cache_salt":"%s"' % salt.encode())
+    return with_member(body, b'"cache_salt":"%s"' % salt.encode())
 
 
 def unstored(body: bytes) -> bytes:
@@ -60,19 +60,13 @@ def unstored(body: bytes) -> bytes:
     vLLM would keep each response for ever where VLLM_ENABLE_RESPONSES_API_STORE is set. Intake takes the customer's own
     `store` out.
     """
-    return _with(body, b'"store":false')
+    return with_member(body, b'"store":false')
 
 
 def said(answer: Answer) -> str:
     """Return what the engine answered, for a message."""
     state = f'with a response that is "{answer.state}"' if answer.state in _NO_RESULT else ""
     return " ".join(word for word in (str(answer.status), answer.message, state) if word)
-
-
-def _with(body: bytes, member: bytes) -> bytes:
-    """Return a JSON object with one more member at its end."""
-    start = body.rstrip()[:-1]
-    return b"%s%s%s}" % (start, b"" if start.rstrip().endswith(b"{") else b",", member)
 
 
 def from_answer(batch_id: str, request: ChunkRequest, answer: Answer) -> FinishedRequest:

@@ -11,7 +11,7 @@ import pytest
 
 from batch_pipeline import settings as configuration
 from batch_pipeline.errors import SettingsError
-from batch_pipeline.models import ENDPOINTS, Kubernetes, Model, Prices
+from batch_pipeline.models import ENDPOINTS, Kubernetes, Model, Prices, Shared
 from batch_pipeline.settings import Settings, load
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -32,12 +32,14 @@ def sections() -> Iterator[tuple[str, type[msgspec.Struct]]]:
             yield field.name, field.type
     yield "models", Model
     yield "prices", Prices
+    yield "shared", Shared
     yield "kubernetes", Kubernetes
 
 
 def section_of_example(name: str) -> str:
-    """Return the lines of a table of the example; `models`, `prices` and `kubernetes` are those of its model."""
-    headers = {"models": r'\[models\."[^"]+"\]', **{n: rf'\[models\."[^"]+"\.{n}\]' for n in ("prices", "kubernetes")}}
+    """Return the lines of a table of the example; `models` and the tables inside of it are those of its model."""
+    inner = ("prices", "shared", "kubernetes")
+    headers = {"models": r'\[models\."[^"]+"\]', **{n: rf'\[models\."[^"]+"\.{n}\]' for n in inner}}
     header = headers.get(name, rf"\[{name}\]")
     found = re.search(rf"^{header}.*?(?=^\[|\Z)", EXAMPLE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     assert found is not None, name
@@ -47,7 +49,7 @@ def section_of_example(name: str) -> str:
 @pytest.mark.parametrize(("name", "section"), list(sections()))
 def test_example_shows_every_field_and_no_other(name: str, section: type[msgspec.Struct]) -> None:
     shown = re.findall(r"^(?:# )?([a-z0-9_]+) = ", section_of_example(name), re.MULTILINE)
-    tables = {"prices", "kubernetes"} if section is Model else set()
+    tables = {"prices", "shared", "kubernetes"} if section is Model else set()
     assert sorted(shown) == sorted({field.name for field in msgspec.structs.fields(section)} - tables)
 
 
