@@ -6,13 +6,25 @@ from typing import Any
 import dagster as dg
 from pydantic import Field
 
+from assets.checks import chunk_evaluations
 from assets.chunk_results import chunk_results, chunk_results_event
+from assets.columns import RESULT_LINES
+from assets.described import (
+    errors_metadata,
+    files_metadata,
+    lineage_metadata,
+    progress_metadata,
+    timeline_metadata,
+)
 from assets.partitions import CODE_VERSION, GROUP, OWNERS, batches
 from batch_pipeline.errors import NotAllowedInState
 from batch_pipeline.ledger.records import Batch, BatchStatus
 from batch_pipeline.results import manifest, merge, outbox, verify
 from batch_pipeline.results.findings import Finding
+from batch_pipeline.results.top_errors import top_errors
 from batch_pipeline.results.verify import Proof
+from batch_pipeline.results.versions import results_version
+from batch_pipeline.results.view import view
 from resources import Parts, Service
 
 _CHECKS = {
@@ -45,6 +57,7 @@ class BatchResultsConfig(dg.Config):
     group_name=GROUP,
     owners=OWNERS,
     kinds={"jsonl", "s3"},
+    metadata=RESULT_LINES,
     code_version=CODE_VERSION,
     partitions_def=batches,
     check_specs=[
@@ -60,7 +73,7 @@ def batch_results(
     batch_id = context.partition_key
     batch = parts.ledger.batches.get(batch_id)
     if batch.status == BatchStatus.FINALIZING or (batch.outcome == BatchStatus.FAILED and not batch.status.is_final):
-        _report_chunks(context, parts, batch_id)
+        _show_chunks(context, parts, batch_id)
     try:
         merge.merge(
             batch_id,
@@ -75,45 +88,39 @@ def batch_results(
     outbox.deliver(batch_id, ledger=parts.ledger, store=parts.store, settings=parts.settings)
     proof = verify.verify(batch_id, ledger=parts.ledger, store=parts.store)
     batch = parts.ledger.batches.get(batch_id)
-    files = (proof.counted.output, proof.counted.errors)
-    version = "-".join(file.sha256[:16] for file in files if file is not None)
     yield dg.MaterializeResult(
         metadata=_metadata(batch, proof, parts),
         check_results=[_check(finding, proof) for finding in _CHECKS],
-        data_version=dg.DataVersion(version or "empty"),
+        data_version=dg.DataVersion(results_version(proof.counted.output, proof.counted.errors)),
     )
 
 
-def _report_chunks(context: dg.AssetExecutionContext, parts: Parts, batch_id: str) -> None:
-    """Show the batch's chunks as materialized, where the worker that ran the last one died before it could say so."""
+def _show_chunks(context: dg.AssetExecutionContext, parts: Parts, batch_id: str) -> None:
+    """Show the verdicts on the batch's chunks; and the chunks themselves, where the worker that ran the last one died
+    before it could say so.
+    """
     key = chunk_results.key
-    if batch_id not in context.instance.get_materialized_partitions(key):
-        context.log_event(chunk_results_event(parts, batch_id))
+    if context.instance.get_latest_data_version_record(key, partition_key=batch_id) is None:
+        context.log_event(chunk_results_event(parts, batch_id, context.instance))
+    for evaluation in chunk_evaluations(parts, batch_id):
+        context.op_execution_context.log_event(evaluation)  # type: ignore[arg-type]
 
 
 def _metadata(batch: Batch, proof: Proof, parts: Parts) -> dict[str, Any]:
     written = manifest.decode(parts.store.get(batch.manifest_key)) if batch.manifest_key else None
+    shown = view(batch.batch_id, ledger=parts.ledger, store=parts.store, settings=parts.settings)
+    errors = proof.counted.errors
+    found = top_errors(None if errors is None else errors.key, 0 if errors is None else errors.bytes, parts.store)
     return {
-        "customer": batch.customer,
-        "name": batch.name,
-        "status": str(batch.status),
-        "requests": batch.total,
-        "completed": batch.completed,
-        "failed": batch.failed,
-        "expired": batch.expired,
-        "cancelled": batch.cancelled,
-        "invalid": batch.invalid,
-        "input_tokens": batch.input_tokens,
-        "cached_tokens": batch.cached_tokens,
-        "output_tokens": batch.output_tokens,
-        "price_usd": "unknown" if written is None or written.cost is None else float(written.cost),
-        "output": batch.output_key or "none",
-        "errors": batch.error_key or "none",
-        "manifest": batch.manifest_key or "none",
-        "input_sha256": batch.input_sha256 or "",
-        "output_sha256": proof.counted.output.sha256 if proof.counted.output else "none",
-        "errors_sha256": proof.counted.errors.sha256 if proof.counted.errors else "none",
+        **progress_metadata(shown),
+        "dagster/partition_row_count": batch.completed,
         "seconds_in_all": (batch.ended_at or batch.created_at) - batch.created_at,
+        **timeline_metadata(shown),
+        **errors_metadata(found),
+        **files_metadata(
+            {"output.jsonl": proof.counted.output, "errors.jsonl": errors, "manifest.json": batch.manifest_key}, parts
+        ),
+        **lineage_metadata(written, batch.intake_run_id, parts),
     }
 
 

@@ -1,15 +1,29 @@
 """`chunk_results`: every chunk of a batch has a result. GPU workers fill it; launching it makes sure that they do."""
 
-import hashlib
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 import dagster as dg
+from dagster._core.definitions.data_version import (
+    CODE_VERSION_TAG,
+    DATA_VERSION_IS_USER_PROVIDED_TAG,
+    DATA_VERSION_TAG,
+    NULL_EVENT_POINTER,
+    extract_data_version_from_entry,
+    get_input_data_version_tag,
+    get_input_event_pointer_tag,
+)
 from pydantic import Field
 
+from assets.columns import RESULT_LINES
+from assets.described import chunks_metadata, progress_metadata
 from assets.partitions import CODE_VERSION, GROUP, OWNERS, batches
 from assets.request_chunks import request_chunks
+from batch_pipeline.errors import NotAllowedInState
+from batch_pipeline.models import Model
 from batch_pipeline.results import demand
-from batch_pipeline.results.demand import ChunkSummary
+from batch_pipeline.results.demand import Anew
+from batch_pipeline.results.versions import model_code_version, version_of_hashes
+from batch_pipeline.results.view import BatchView, view
 from resources import Parts, Service
 
 
@@ -22,7 +36,23 @@ class ChunkResultsConfig(dg.Config):
     )
     wait_minutes: float = Field(
         default=60.0 * 24,
+        gt=0,
         description="How long the run waits for the workers before it fails; the chunks stay wanted.",
+    )
+    run_again: bool = Field(
+        default=False,
+        description=(
+            "Run everything again, also what is committed, for instance after a mend of the model: the results so far "
+            "do not count any more. Only while a batch is in_progress: the files of one that has ended never change, "
+            "so its requests are handed in as a new batch. End workers with the old model first (terminate their runs)."
+        ),
+    )
+    run_again_model_version: str = Field(
+        default="",
+        description=(
+            "With run_again: of the committed chunks only those whose results came from this version of the model (see "
+            "model_versions in the metadata). Empty: all of them."
+        ),
     )
 
 
@@ -33,53 +63,86 @@ class ChunkResultsConfig(dg.Config):
         "One committed result object per chunk, written by the GPU workers, which report it when a batch's last chunk "
         "stops. Launching it for a batch makes the ledger want what is missing (chunks that were given up are tried "
         "again), gives the batch an operator's priority, and waits; where all is committed it does nothing. It never "
-        "loads a model itself, and never runs again what is committed."
+        "loads a model itself. What is committed runs again only where its configuration asks for it: run_again. It "
+        "shows as stale when the request chunks or the version of a model of the catalogue have changed since."
     ),
     group_name=GROUP,
     owners=OWNERS,
     kinds={"vllm", "jsonl", "s3"},
+    tags={"batch_pipeline/runs_on": "gpu_workers"},
+    metadata=RESULT_LINES,
     code_version=CODE_VERSION,
     partitions_def=batches,
     backfill_policy=dg.BackfillPolicy.single_run(),
+    # Dagster's own event would have one data version for all batches of a run: each has an event of its own instead.
+    output_required=False,
 )
-def chunk_results(context: dg.AssetExecutionContext, config: ChunkResultsConfig, service: Service) -> None:
-    """Want the chunks of these batches, and wait for them. Killed anywhere: what it asked for stays asked for."""
+def chunk_results(
+    context: dg.AssetExecutionContext, config: ChunkResultsConfig, service: Service
+) -> Iterator[dg.Output[None]]:
+    """Want the chunks of these batches, and wait for them. Killed anywhere: what it asked for stays asked for, and a
+    retry of the run asks for nothing twice.
+    """
     parts = service.open()
-    actor = f"dagster run {context.run_id}"
-    waiting = demand.want(list(context.partition_keys), parts.ledger, priority=config.priority, actor=actor)
+    batch_ids = list(context.partition_keys)
+    anew = None
+    if config.run_again:
+        anew = Anew(context.run.root_run_id or context.run_id, config.run_again_model_version or None)
+    try:
+        waiting = demand.want(
+            batch_ids, parts.ledger, priority=config.priority, actor=f"dagster run {context.run_id}", anew=anew
+        )
+    except NotAllowedInState as error:
+        raise dg.Failure(str(error), allow_retries=False) from error
     context.log.info(f"waiting for the chunks of {len(waiting)} batches")
     for batch_id in demand.wait(waiting, parts.ledger, timeout_seconds=config.wait_minutes * 60):
         context.log.info(f"every chunk of {batch_id} has stopped")
-    for batch_id in context.partition_keys:
-        summary = demand.summarise(batch_id, parts.ledger, parts.store)
-        context.add_asset_metadata(_metadata(summary), partition_key=batch_id)
+    for batch_id in batch_ids:
+        context.log_event(chunk_results_event(parts, batch_id, context.instance))
+    yield from ()
 
 
-def chunk_results_event(parts: Parts, batch_id: str) -> dg.AssetMaterialization:
-    """Return the event with which a worker reports that the last chunk of a batch has stopped."""
-    summary = demand.summarise(batch_id, parts.ledger, parts.store)
-    version = hashlib.sha256("".join(summary.result_hashes).encode()).hexdigest()
+def of_catalogue(asset: dg.AssetsDefinition, models: Mapping[str, Model]) -> dg.AssetsDefinition:
+    """Return the asset with a code version that changes with the models: then Dagster shows what is stale."""
+    version = model_code_version(CODE_VERSION, models)
+    return asset.map_asset_specs(lambda spec: spec.replace_attributes(code_version=version))
+
+
+def chunk_results_event(parts: Parts, batch_id: str, instance: dg.DagsterInstance) -> dg.AssetMaterialization:
+    """Return the event that shows the chunk results of a batch whose last chunk has stopped.
+
+    Its tags are those that Dagster gives its own: data version, code version, and what it was made from.
+    """
+    shown = view(batch_id, ledger=parts.ledger, store=parts.store, settings=parts.settings)
     return dg.AssetMaterialization(
-        "chunk_results",
+        chunk_results.key,
         partition=batch_id,
-        metadata=_metadata(summary),
-        tags={"dagster/data_version": version},
+        description=_in_words(shown),
+        metadata={
+            **progress_metadata(shown),
+            "dagster/partition_row_count": shown.chunks.completed + shown.chunks.failed,
+            **chunks_metadata(shown),
+        },
+        tags=_versions(parts, batch_id, instance, version_of_hashes(shown.chunks.result_hashes)),
     )
 
 
-def _metadata(summary: ChunkSummary) -> dict[str, Any]:
+def _versions(parts: Parts, batch_id: str, instance: dg.DagsterInstance, version: str) -> dict[str, str]:
+    upstream = request_chunks.key
+    record = instance.get_latest_data_version_record(upstream, partition_key=batch_id)
+    made_from = None if record is None else extract_data_version_from_entry(record.event_log_entry)
     return {
-        "customer": summary.customer,
-        "chunks_committed": summary.committed,
-        "chunks_stopped": summary.stopped,
-        "chunks_open": summary.open,
-        "requests_completed": summary.completed,
-        "requests_failed": summary.failed,
-        "input_tokens": summary.input_tokens,
-        "cached_tokens": summary.cached_tokens,
-        "output_tokens": summary.output_tokens,
-        "attempts": summary.attempts,
-        "workers": dg.JsonMetadataValue(summary.workers),
-        "engine_versions": dg.JsonMetadataValue(summary.engine_versions),
-        "model_versions": dg.JsonMetadataValue(summary.model_versions),
+        DATA_VERSION_TAG: version,
+        DATA_VERSION_IS_USER_PROVIDED_TAG: "true",
+        CODE_VERSION_TAG: model_code_version(CODE_VERSION, parts.settings.models),
+        get_input_data_version_tag(upstream): "INITIAL" if made_from is None else made_from.value,
+        get_input_event_pointer_tag(upstream): NULL_EVENT_POINTER if record is None else str(record.storage_id),
     }
+
+
+def _in_words(shown: BatchView) -> str:
+    chunks = shown.chunks
+    return (
+        f"{chunks.committed} chunks committed, {chunks.stopped} stopped without; {chunks.completed} requests answered, "
+        f"{chunks.failed} failed"
+    )

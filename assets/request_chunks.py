@@ -2,6 +2,7 @@
 
 import dagster as dg
 
+from assets.columns import REQUEST_TABLE
 from assets.partitions import CODE_VERSION, GROUP, OWNERS, batches
 from assets.uploads import UPLOADS
 from batch_pipeline import intake
@@ -50,6 +51,7 @@ def write_chunks(context: dg.OpExecutionContext, service: Service) -> None:
             "customer": batch.customer,
             "name": batch.name,
             "status": str(batch.status),
+            "dagster/partition_row_count": result.total - result.invalid,
             "requests": result.total,
             "invalid": result.invalid,
             "chunks": len(result.chunks),
@@ -86,6 +88,7 @@ def write_chunks(context: dg.OpExecutionContext, service: Service) -> None:
     group_name=GROUP,
     owners=OWNERS,
     kinds=KIND,
+    metadata=REQUEST_TABLE,
     code_version=CODE_VERSION,
     partitions_def=batches,
 )

@@ -1,11 +1,11 @@
 """The bytes as the customer handed them in: made outside of Dagster, shown in it, so that lineage begins there."""
 
-from __future__ import annotations
-
 import dagster as dg
 
+from assets.columns import REQUEST_LINES
 from assets.partitions import GROUP, OWNERS, batches
 from batch_pipeline.ledger.records import Batch
+from batch_pipeline.results.versions import upload_version
 
 UPLOADS = dg.AssetKey("uploads")
 
@@ -18,6 +18,7 @@ uploads = dg.AssetSpec(
     group_name=GROUP,
     owners=OWNERS,
     kinds={"s3", "jsonl"},
+    metadata=REQUEST_LINES,
     partitions_def=batches,
 )
 
@@ -40,5 +41,5 @@ def upload_event(batch: Batch) -> dg.AssetMaterialization:
             "deadline": dg.TimestampMetadataValue(batch.deadline_at),
             "on_invalid": str(batch.on_invalid),
         },
-        tags={"dagster/data_version": batch.input_etag.strip('"')},
+        tags={"dagster/data_version": upload_version(batch)},
     )

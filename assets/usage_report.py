@@ -6,6 +6,7 @@ from datetime import date
 import dagster as dg
 
 from assets.batch_results import batch_results
+from assets.columns import USAGE_TABLE
 from assets.partitions import CODE_VERSION, GROUP, OWNERS, days
 from batch_pipeline.errors import NotAllowedInState
 from batch_pipeline.results.usage_report import DayReport, write_report
@@ -25,6 +26,7 @@ _CHECK = "bills_agree_with_files"
     group_name=GROUP,
     owners=OWNERS,
     kinds={"polars", "parquet", "csv", "s3"},
+    metadata=USAGE_TABLE,
     code_version=CODE_VERSION,
     partitions_def=days,
     check_specs=[
@@ -47,6 +49,7 @@ def usage_report(context: dg.AssetExecutionContext, service: Service) -> Iterato
     tables = [file for file in report.files if file.key.endswith(".parquet")]
     yield dg.MaterializeResult(
         metadata={
+            "dagster/partition_row_count": report.batches,
             "batches": report.batches,
             "customers": len(report.customers),
             "requests": sum(customer.requests for customer in report.customers),

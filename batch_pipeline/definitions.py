@@ -31,13 +31,23 @@ def make_definitions(settings: configuration.Settings) -> dg.Definitions:
     )
     workers = {name: assets.gpu_worker_job(name, model, settings.worker) for name, model in settings.models.items()}
     return dg.Definitions(
-        assets=[assets.uploads, assets.request_chunks, assets.chunk_results, assets.batch_results, assets.usage_report],
+        assets=[
+            assets.uploads,
+            assets.request_chunks,
+            assets.of_catalogue(assets.chunk_results, settings.models),
+            assets.batch_results,
+            assets.usage_report,
+        ],
+        asset_checks=assets.CHECKS,
         jobs=[intake_job, merge_job, sensors.housekeeping_job, sensors.report_usage_job, *workers.values()],
         schedules=[sensors.housekeeping_schedule(), sensors.usage_report_schedule()],
         sensors=[
             sensors.drop_folder_sensor(settings, intake_job),
             sensors.batch_progress_sensor(settings, merge_job),
             sensors.gpu_worker_sensor(settings, workers),
+            sensors.batch_observations_sensor(settings),
+            sensors.failed_runs_sensor(settings),
+            sensors.alarms_sensor(settings),
         ],
         resources=make_resources(settings),
         # A run costs seconds of a core already; a process for each step would double it.

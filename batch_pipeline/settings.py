@@ -9,6 +9,7 @@ A configuration that cannot be used raises one SettingsError whose message names
 
 from __future__ import annotations
 
+import base64
 import math
 import os
 import re
@@ -25,6 +26,8 @@ from batch_pipeline.models import ENDPOINTS, INLINE_MEDIA, Model, Prices, job_na
 from batch_pipeline.pods import Runs, check_kubernetes, check_runs
 
 CONFIG_VARIABLE = "BATCH_PIPELINE_CONFIG"
+LEAST_SECRET_BYTES = 24
+"""Of the key that alarms are signed with, as the Standard Webhooks have it."""
 OVERRIDE_PREFIX = "BATCH_PIPELINE__"
 DEFAULT_FILE = "batch-pipeline.toml"
 MODEL_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,62}[A-Za-z0-9])?")
@@ -54,6 +57,8 @@ class Store(_Section, frozen=True):
     access_key_id: str | None = None
     """Leave both keys out to use boto3's own chain (environment, profile, instance role)."""
     secret_access_key: str | None = None
+    console_url: str | None = None
+    """Where people look at an object in a browser, with {bucket} and {key}: for Dagster's UI. AWS's is known."""
 
 
 class Ledger(_Section, frozen=True):
@@ -129,6 +134,10 @@ class Scheduling(_Section, frozen=True):
     sensor_interval_seconds: int = 5
     total_gpus: int = 1
     """GPUs of all models together."""
+    at_risk_minutes: float = 15.0
+    """A batch is at risk when it may wait no longer than this, by the measured speed of its model's workers."""
+    at_risk_share: float = 0.25
+    """Share of a model's service that batches at risk may have ahead of other customers' turns; 0: none."""
     chunks_per_worker: int = 4
     """Chunks of backlog for which one more worker of a model is wanted."""
     retry_run_seconds: float = 30.0
@@ -191,6 +200,32 @@ class Webhooks(_Section, frozen=True):
     """How long it stays in the ledger what became of an event."""
 
 
+class Alarms(_Section, frozen=True):
+    """How operators are told that a run failed, a batch is at risk, or a model has work and no workers."""
+
+    url: str | None = None
+    """Where alarms are posted, signed as customers' webhooks are. It is the operator's own word: any host, also http://.
+    Unset: they are only in Dagster's UI and in the ledger.
+    """
+    secret: str | None = None
+    """What messages are signed with: `whsec_` and base64 of some 32 random bytes. Unset: they are not signed."""
+    timeout_seconds: float = 10.0
+    attempts: int = 12
+    """Tries of one message, after which it is given up."""
+    first_pause_seconds: float = 10.0
+    """Pause after the first try; each further one is twice as long, up to the longest."""
+    longest_pause_seconds: float = 3600.0
+    message_seconds: float = 60.0
+    """Least time between two messages. What happens meanwhile is told together."""
+    look_seconds: int = 30
+    """Time between two looks at batches, models and waiting messages."""
+    workerless_seconds: float = 600.0
+    """How long work of a model may wait without any worker before that is an alarm."""
+    progress_seconds: float = 30.0
+    """Least time between two observations of one batch in Dagster; there are at most 20 of each."""
+    kept_days: float = 30.0
+
+
 class Limits(_Section, frozen=True):
     """What a customer may have, unless `batch-pipeline customers set` says otherwise for it."""
 
@@ -229,6 +264,7 @@ class Settings(_Section, frozen=True):
     api: Api = Api()
     limits: Limits = Limits()
     webhooks: Webhooks = Webhooks()
+    alarms: Alarms = Alarms()
     embedded: Embedded = Embedded()
     runs: Runs = Runs()
     models: dict[str, Model] = {}
@@ -280,6 +316,7 @@ def check(settings: Settings) -> list[str]:
         settings.api,
         settings.limits,
         settings.webhooks,
+        settings.alarms,
         settings.embedded,
         settings.runs,
     ):
@@ -290,6 +327,7 @@ def check(settings: Settings) -> list[str]:
                 problems.append(f"{type(section).__name__.lower()}.{field} must be above 0, not {value}")
     problems += _check_store(settings.store)
     problems += _check_addresses(settings)
+    problems += _check_alarms(settings.alarms)
     problems += check_runs(settings.runs)
     intake = settings.intake
     if not intake.min_window_seconds <= intake.default_window_seconds <= intake.max_window_seconds:
@@ -320,6 +358,23 @@ def _check_store(store: Store) -> list[str]:
         problems.append(
             'store.endpoint_url must be http:// or https://, a host (without _) and perhaps a port; "" for AWS itself'
         )
+    if store.console_url is not None and not store.console_url.startswith(("http://", "https://")):
+        problems.append("store.console_url must start with http:// or https://")
+    return problems
+
+
+def _check_alarms(alarms: Alarms) -> list[str]:
+    problems = []
+    # Without what was written: it may hold a password or key.
+    if alarms.url is not None and not re.match(r"https?://[^/?#\s]+", alarms.url):
+        problems.append("alarms.url must be https://HOST/PATH, or http://")
+    if alarms.secret is not None:
+        try:
+            key = base64.b64decode(alarms.secret.removeprefix("whsec_"), validate=True)
+        except ValueError:
+            key = b""
+        if len(key) < LEAST_SECRET_BYTES:
+            problems.append("alarms.secret must be whsec_ and the base64 of at least 24 random bytes")
     return problems
 
 
@@ -372,12 +427,28 @@ def _check_model(name: str, model: Model) -> list[str]:
     ]
     problems += [f"{where}.prices.{problem}" for problem in _check_prices(model.prices)]
     problems += _check_engine_url(where, model.engine_url)
+    problems += [f"{where}.shared.{problem}" for problem in _check_shared(model)]
     problems += [
         f"{where}.allowed_media_hosts: {host!r} is no host in lower-case letters, as it stands in a URL, nor "
         f'"{INLINE_MEDIA}"'
         for host in model.allowed_media_hosts
         if host != INLINE_MEDIA and not MEDIA_HOST.fullmatch(host)
     ]
+    return problems
+
+
+def _check_shared(model: Model) -> list[str]:
+    shared = model.shared
+    problems = []
+    if shared.live_traffic and model.engine_url is None:
+        problems.append("live_traffic needs the model's engine_url: an engine that is started here has no live traffic")
+    for field in ("live_ttft_budget_seconds", "probe_seconds"):
+        if not 0 < getattr(shared, field) < math.inf:
+            problems.append(f"{field} must be above 0, not {getattr(shared, field)}")
+    if not 0 < shared.kv_cache_mark <= 1:
+        problems.append(f"kv_cache_mark must be above 0 and at most 1, not {shared.kv_cache_mark}")
+    if not 1 <= shared.least_in_flight <= max(1, model.max_in_flight):
+        problems.append(f"least_in_flight must be from 1 to the model's max_in_flight, not {shared.least_in_flight}")
     return problems
 
 
@@ -427,7 +498,6 @@ def _apply_overrides(raw: dict[str, Any], variables: Mapping[str, str]) -> list[
 
 def _value(variable: str, text: str) -> Any:
     if not text.startswith(("[", "{")):
-    problems += [f"{where}.shared.{problem}" for problem in _check_shared(model)]
         return text
     try:
         return tomllib.loads(f"value = {text}")["value"]
@@ -437,21 +507,6 @@ def _value(variable: str, text: str) -> Any:
 
 def _absolute(settings: Settings, base: Path) -> Settings:
     """Return the settings with every relative path made absolute, so that no part depends on its working folder."""
-def _check_shared(model: Model) -> list[str]:
-    shared = model.shared
-    problems = []
-    if shared.live_traffic and model.engine_url is None:
-        problems.append("live_traffic needs the model's engine_url: an engine that is started here has no live traffic")
-    for field in ("live_ttft_budget_seconds", "probe_seconds"):
-        if not 0 < getattr(shared, field) < math.inf:
-            problems.append(f"{field} must be above 0, not {getattr(shared, field)}")
-    if not 0 < shared.kv_cache_mark <= 1:
-        problems.append(f"kv_cache_mark must be above 0 and at most 1, not {shared.kv_cache_mark}")
-    if not 1 <= shared.least_in_flight <= max(1, model.max_in_flight):
-        problems.append(f"least_in_flight must be from 1 to the model's max_in_flight, not {shared.least_in_flight}")
-    return problems
-
-
     url = settings.ledger.url
     prefix = "sqlite:///"
     if url.startswith(prefix) and not url.startswith("sqlite:////") and url != "sqlite:///:memory:":

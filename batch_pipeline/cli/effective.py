@@ -23,6 +23,10 @@ def masked(settings: Settings) -> dict[str, Any]:
         tables["store"]["secret_access_key"] = MASK
     if tables["api"]["metrics_key"]:
         tables["api"]["metrics_key"] = MASK
+    # The address of a chat's hook is its key.
+    for field in ("url", "secret"):
+        if tables["alarms"][field]:
+            tables["alarms"][field] = MASK
     tables["ledger"]["url"] = _without_password(tables["ledger"]["url"])
     for model in tables["models"].values():
         model["engine_environment"] = {

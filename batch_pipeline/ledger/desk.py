@@ -63,7 +63,7 @@ class Desk:
                 )
                 .group_by(batches.c.batch_id, batches.c.total, batches.c.invalid, batches.c.observed_step)
                 # Multiplied, not divided: sums are decimals in one database and whole numbers in the other.
-                .having(_DONE * STEPS >= (batches.c.observed_step + 1) * requests)
+                .having((batches.c.observed_step + 1) * requests <= _DONE * STEPS)
                 .order_by(sa.func.coalesce(sa.func.max(batches.c.observed_at), 0.0), batches.c.batch_id)
                 .limit(limit)
             )

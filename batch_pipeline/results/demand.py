@@ -10,7 +10,7 @@ import msgspec
 
 from batch_pipeline.errors import NotAllowedInState
 from batch_pipeline.ledger import Ledger
-from batch_pipeline.ledger.records import BatchStatus, ChunkState
+from batch_pipeline.ledger.records import Batch, BatchStatus, ChunkState
 from batch_pipeline.results.archived import all_chunks
 from batch_pipeline.store import ObjectStore
 
@@ -23,6 +23,9 @@ class ChunkSummary(msgspec.Struct, frozen=True, kw_only=True):
     customer: str
     committed: int
     stopped: int
+    """Those that were given up included."""
+    given_up: int
+    """After too many attempts: their unfinished requests are errors."""
     open: int
     completed: int
     failed: int
@@ -38,26 +41,47 @@ class ChunkSummary(msgspec.Struct, frozen=True, kw_only=True):
     """sha256 of each committed chunk's result object, in chunk order."""
 
 
-def want(batch_ids: list[str], ledger: Ledger, *, priority: int, actor: str) -> list[str]:
-    """Make the ledger want what is missing of these batches; returns those that are not done yet.
+class Anew(msgspec.Struct, frozen=True):
+    """An order to run again what is committed, for instance after a mend of a model."""
 
-    Raises NotFound for an unknown batch, NotAllowedInState for one whose results are final without all of its chunks (a
-    status never goes backwards, I6). Killed half-way: the batches seen so far are wanted; again is harmless.
+    order: str
+    """Carried out once, however often it is given."""
+    model_version: str | None = None
+    """Given: of the committed chunks only those whose results came from this version."""
+
+
+def want(batch_ids: list[str], ledger: Ledger, *, priority: int, actor: str, anew: Anew | None = None) -> list[str]:
+    """Make the ledger want what is missing of these batches, or with `anew` all of them; returns those not done yet.
+
+    Raises NotFound for an unknown batch, NotAllowedInState for one whose results are final without all of its chunks
+    or, with `anew`, are final or being assembled (a status never goes backwards, I6): before anything is changed,
+    unless one of them comes to its end at this very moment. Killed half-way: the batches seen so far are wanted; again
+    is harmless.
     """
+    for batch_id in batch_ids:
+        check_wanted(ledger.batches.get(batch_id), anew=anew is not None)
     waiting = []
     for batch_id in batch_ids:
         batch = ledger.batches.get(batch_id)
         if batch.status.is_final:
-            if batch.status != BatchStatus.COMPLETED:
-                raise NotAllowedInState(
-                    f"batch {batch_id} is {batch.status}, its results are final: submit what is missing as a new batch"
-                )
             continue
-        ledger.chunks.want_again(batch_id, actor)
+        if anew is None:
+            ledger.chunks.want_again(batch_id, actor)
+        else:
+            ledger.chunks.run_again(batch_id, actor, order=anew.order, model_version=anew.model_version)
         if batch.priority != priority:
             ledger.batches.set_priority(batch_id, priority, actor)
         waiting.append(batch_id)
     return waiting
+
+
+def check_wanted(batch: Batch, *, anew: bool) -> None:
+    """Raise NotAllowedInState where nothing of a batch can be run any more, or nothing run again."""
+    if batch.status.is_final and (anew or batch.status != BatchStatus.COMPLETED):
+        raise NotAllowedInState(
+            f"batch {batch.batch_id} is {batch.status}, its results are final and never change: nothing was run. "
+            "Submit what is missing, or what is to be run again, as a new batch"
+        )
 
 
 def wait(batch_ids: list[str], ledger: Ledger, timeout_seconds: float) -> Iterator[str]:
@@ -91,9 +115,11 @@ def summarise(batch_id: str, ledger: Ledger, store: ObjectStore) -> ChunkSummary
     """
     batch = ledger.batches.get(batch_id)
     lanes = ledger.batches.lanes(batch_id)
-    attempts, workers, engines, models, hashes = 0, set[str](), set[str](), set[str](), list[str]()
+    attempts, given_up = 0, 0
+    workers, engines, models, hashes = set[str](), set[str](), set[str](), list[str]()
     for chunk in all_chunks(batch, ledger, store):
         attempts += chunk.token
+        given_up += chunk.state == ChunkState.FAILED
         if chunk.worker_id is not None:
             workers.add(chunk.worker_id)
         if chunk.state == ChunkState.COMMITTED and chunk.result is not None:
@@ -104,6 +130,7 @@ def summarise(batch_id: str, ledger: Ledger, store: ObjectStore) -> ChunkSummary
         customer=batch.customer,
         committed=sum(lane.committed for lane in lanes),
         stopped=sum(lane.stopped for lane in lanes),
+        given_up=given_up,
         open=sum(lane.pending + lane.leased for lane in lanes),
         completed=sum(lane.completed for lane in lanes),
         failed=sum(lane.failed for lane in lanes),

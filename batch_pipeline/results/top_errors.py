@@ -60,8 +60,8 @@ _decode_body = msgspec.json.Decoder(_Body | None).decode
 def top_errors(key: str | None, size: int, store: ObjectStore, most: int = 10) -> TopErrors:
     """Return the commonest errors of an error file of so many bytes; none where a batch has no such file.
 
-    Raises ObjectMissing, StoreError. Reads at most the first MOST_BYTES, in pieces; memory: one piece. A line that is cut
-    off there counts as unreadable.
+    Raises ObjectMissing, StoreError. Reads at most the first MOST_BYTES, in pieces; memory: one piece. A line that is
+    cut off there counts as unreadable.
     """
     counts: dict[str, int] = {}
     examples: dict[str, tuple[str | None, str]] = {}

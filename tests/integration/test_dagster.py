@@ -14,8 +14,9 @@ from sqlalchemy.exc import OperationalError
 from batch_pipeline import settings as configuration
 from batch_pipeline.ledger import Ledger
 from batch_pipeline.ledger.records import BatchStatus
-from batch_pipeline.settings import CONFIG_VARIABLE, Settings
+from batch_pipeline.settings import CONFIG_VARIABLE
 from batch_pipeline.store import ObjectStore
+from tests.fakes.code_location import CodeLocation
 from tests.fakes.engine import RunningFake, running
 
 ASSETS = ("uploads", "request_chunks", "chunk_results", "batch_results")
@@ -34,60 +35,6 @@ def _line(custom_id: str, content: str = "hello", **body: Any) -> bytes:
         },
     }
     return json.dumps(request).encode() + b"\n"
-
-
-class CodeLocation:
-    """The code location with an instance of its own: ticks sensors, and executes what they request."""
-
-    def __init__(self, settings: Settings, instance: dg.DagsterInstance) -> None:
-        from batch_pipeline.definitions import make_definitions
-
-        self.settings = settings
-        self.instance = instance
-        self.definitions = make_definitions(settings)
-        self.repository = self.definitions.get_repository_def()
-
-    def tick(self, sensor: str) -> list[dg.RunRequest]:
-        """Evaluate a sensor once, and do with its answer what the daemon does, short of executing the runs."""
-        with dg.SensorEvaluationContext(
-            instance_ref=self.instance.get_ref(),
-            last_tick_completion_time=None,
-            last_run_key=None,
-            cursor=None,
-            log_key=None,
-            repository_name=self.repository.name,
-            repository_def=self.repository,
-            sensor_name=sensor,
-            resources=self.repository.get_top_level_resources(),
-        ) as context:
-            result = self.repository.get_sensor_def(sensor).evaluate_tick(context)
-        for request in result.dynamic_partitions_requests or []:
-            assert isinstance(request, dg.AddDynamicPartitionsRequest)
-            self.instance.add_dynamic_partitions(request.partitions_def_name, list(request.partition_keys))
-        for event in result.asset_events:
-            assert isinstance(event, dg.AssetMaterialization)
-            self.instance.report_runless_asset_event(event)
-        return list(result.run_requests or [])
-
-    def execute(self, request: dg.RunRequest) -> dg.ExecuteInProcessResult:
-        """Execute a requested run in this process."""
-        job = self.definitions.resolve_job_def(str(request.job_name))
-        return job.execute_in_process(
-            instance=self.instance, partition_key=request.partition_key, tags=dict(request.tags), raise_on_error=True
-        )
-
-    def launch(self, asset: str, batch_id: str, **config: Any) -> dg.ExecuteInProcessResult:
-        """Materialize one asset for one batch, as the UI's button does."""
-        job = self.repository.get_implicit_global_asset_job_def()
-        return job.get_subset(asset_selection={dg.AssetKey(asset)}).execute_in_process(
-            instance=self.instance,
-            partition_key=batch_id,
-            run_config={"ops": {asset: {"config": config}}} if config else {},
-        )
-
-    def materialized(self, asset: str) -> set[str]:
-        """Return the batches for which an asset is materialized."""
-        return self.instance.get_materialized_partitions(dg.AssetKey(asset))
 
 
 @pytest.fixture
@@ -156,7 +103,8 @@ def test_every_result_file_is_proved_by_checks(location: CodeLocation, parts: tu
     (merge,) = location.tick("batch_progress")
     result = location.execute(merge)
     checks = {check.check_name: check.passed for check in result.get_asset_check_evaluations()}
-    assert checks == {"exactly_one_result": True, "nothing_unknown": True, "manifest_agrees": True}
+    of_files = {"exactly_one_result": True, "nothing_unknown": True, "manifest_agrees": True}
+    assert checks == {**of_files, "no_chunk_given_up": True, "requests_answered": True, "on_time": True}
 
 
 def test_a_worker_outlives_an_outage_of_dagsters_database_and_the_merge_shows_its_chunks(

@@ -1,0 +1,135 @@
+"""Alarms of operators: failed runs, batches at risk, models with work and no workers; and how they are told."""
+
+import time
+
+import dagster as dg
+import msgspec
+from dagster import DagsterRunStatus, RunsFilter
+
+from assets.checks import evaluation
+from assets.chunk_results import chunk_results
+from batch_pipeline import alarms
+from batch_pipeline.ledger import Ledger
+from batch_pipeline.ledger.alarms import AlarmKind
+from batch_pipeline.models import job_name
+from batch_pipeline.plain import one_line
+from batch_pipeline.results.checks import Check, Verdict
+from batch_pipeline.settings import Settings
+from resources import Parts, Service
+from sensors.runs import PARTITION_TAG
+
+_ENDED = [DagsterRunStatus.SUCCESS, DagsterRunStatus.FAILURE]
+_HOUR = 3600
+
+
+class Seen(msgspec.Struct, frozen=True):
+    """What the sensor `alarms` carries from one tick to the next, as its cursor."""
+
+    since: dict[str, float] = {}
+    """Since when each model has been without a worker."""
+    alone: list[str] | None = None
+    """The models that the check in Dagster names; null before it was evaluated."""
+
+
+def failed_runs_sensor(settings: Settings) -> dg.SensorDefinition:
+    """Return the sensor of failed runs: of every job of this code location, and of launches and backfills by hand."""
+    workers = {job_name(name) for name in settings.models}
+
+    @dg.run_failure_sensor(
+        name="failed_runs",
+        minimum_interval_seconds=settings.alarms.look_seconds,
+        default_status=dg.DefaultSensorStatus.RUNNING,
+        description=(
+            "Raises an alarm when a run fails: one an hour for each job and batch. Runs that were cancelled or "
+            "preempted did not fail. A worker's is one only where the run before it failed too: a node may be lost."
+        ),
+    )
+    def failed_runs(context: dg.RunFailureSensorContext, service: Service) -> None:
+        run = context.dagster_run
+        if run.job_name in workers and not _failed_before(context.instance, run):
+            return
+        parts = service.open()
+        raise_run_failed(parts.ledger, run, context.failure_event.message or "no reason given")
+
+    return failed_runs
+
+
+def raise_run_failed(ledger: Ledger, run: dg.DagsterRun, why: str) -> bool:
+    """Raise the alarm of a failed run; False where one of its job and batch was raised in this hour already."""
+    batch_id = run.tags.get(PARTITION_TAG, "")
+    what = f"{run.job_name} of {batch_id}" if batch_id else run.job_name
+    text = f"run {run.run_id} ({what}) failed: {one_line(why, 500)}"
+    hour = f"{int(ledger.now() // _HOUR)}"
+    return ledger.alarms.raise_alarm(AlarmKind.RUN_FAILED, what, text, occurrence=hour)
+
+
+def _failed_before(instance: dg.DagsterInstance, run: dg.DagsterRun) -> bool:
+    """Whether the run of this job that ended before this one failed, too; cancelled and preempted ones do not count."""
+    ended = instance.get_runs(RunsFilter(job_name=run.job_name, statuses=_ENDED), limit=10)
+    before = [other for other in ended if other.run_id != run.run_id]
+    return bool(before) and before[0].status == DagsterRunStatus.FAILURE
+
+
+def alarms_sensor(settings: Settings) -> dg.SensorDefinition:
+    """Return the sensor that looks at batches and models, and tells what was raised."""
+
+    @dg.sensor(
+        name="alarms",
+        minimum_interval_seconds=settings.alarms.look_seconds,
+        default_status=dg.DefaultSensorStatus.RUNNING,
+        description=(
+            "Evaluates the checks on_time (of batches that come to be at risk, or are so no longer) and "
+            "every_model_has_workers as they change, and posts alarms to the webhook of the section [alarms]: one "
+            f"signed message in {settings.alarms.message_seconds:.0f} seconds at most, tried until it arrives."
+        ),
+    )
+    def alarms_(context: dg.SensorEvaluationContext, service: Service) -> dg.SensorResult:
+        parts = service.open()
+        events = [
+            evaluation(
+                chunk_results.key,
+                change.batch_id,
+                Verdict(check=Check.ON_TIME, passed=change.on_time, text=change.text),
+            )
+            for change in alarms.look_at_risks(parts.ledger)
+        ]
+        seen, of_models = _look_at_models(parts, _seen(context.cursor))
+        started = time.monotonic()
+        told = alarms.tell(parts.ledger, parts.settings.alarms)
+        parts.ledger.alarms.forget(parts.settings.alarms.kept_days * 86_400)
+        said = told or "nothing to tell"
+        context.log.info(f"{said} ({time.monotonic() - started:.1f} s)")
+        return dg.SensorResult(
+            asset_events=[*events, *of_models],
+            cursor=msgspec.json.encode(seen).decode(),
+            skip_reason=dg.SkipReason(f"{len(events)} batches changed their risk; {said}"),
+        )
+
+    return alarms_
+
+
+def _look_at_models(parts: Parts, seen: Seen) -> tuple[Seen, list[dg.AssetCheckEvaluation]]:
+    """Raise what is due of models, and return their check where its verdict has changed."""
+    now = parts.ledger.now()
+    alone = alarms.workerless(parts.ledger, parts.settings.worker.lease_seconds)
+    since = alarms.look_at_models(parts.ledger, seen.since, alone, parts.settings.alarms)
+    too_long = sorted(m for m, moment in since.items() if now - moment >= parts.settings.alarms.workerless_seconds)
+    if too_long == seen.alone:
+        return Seen(since, too_long), []
+    text = f"work has waited for too long without a worker: {', '.join(too_long)}"
+    check = dg.AssetCheckEvaluation(
+        asset_key=chunk_results.key,
+        check_name=str(Check.WORKERS),
+        passed=not too_long,
+        description=text if too_long else "every model with work has a worker, or will soon",
+        metadata={"models": len(too_long)},
+    )
+    return Seen(since, too_long), [check]
+
+
+def _seen(cursor: str | None) -> Seen:
+    """Return what the last tick saw; nothing where the cursor is missing or of another release."""
+    try:
+        return msgspec.json.decode(cursor or "{}", type=Seen)
+    except msgspec.DecodeError:
+        return Seen()
