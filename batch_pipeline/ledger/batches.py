@@ -442,6 +442,7 @@ def _insert_chunks(tx: Transaction, batch: Any, new: list[records.NewChunk], sta
                 stopped=0 if pending else len(of_model),
                 requests=sum(chunk.requests for chunk in of_model),
                 pending_tokens=tokens if pending else 0,
+                tokens=tokens,
             )
         )
     for model, floor in floors.items():

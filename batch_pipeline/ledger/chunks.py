@@ -15,7 +15,7 @@ import sqlalchemy as sa
 from batch_pipeline.errors import LeaseLost
 from batch_pipeline.ledger import again, events, records, rows, tallies
 from batch_pipeline.ledger.database import Database, Transaction
-from batch_pipeline.ledger.leasing import Taker, lease_chunks
+from batch_pipeline.ledger.leasing import Policy, Taker, lease_chunks, measured_speed
 from batch_pipeline.ledger.records import BatchStatus, Chunk, ChunkState, CommitReply, Lease, LeaseRef, Part
 from batch_pipeline.ledger.schema import chunks, is_leased
 from batch_pipeline.ledger.transitions import (
@@ -35,6 +35,8 @@ _STOPPED_STATE = {
 }
 
 
+_SPEED_SECONDS = 5.0
+"""How long the measured speed of a model counts before it is looked up again."""
 _OVERDUE = (
     sa.select(chunks.c.batch_id, chunks.c.chunk, chunks.c.token)
     .where(is_leased, chunks.c.expires_at <= sa.bindparam("now"))
@@ -62,10 +64,13 @@ _COMMIT = (
 class Chunks:
     """Chunks and their transitions."""
 
-    def __init__(self, database: Database, lease_seconds: float, max_failures: int) -> None:
+    def __init__(self, database: Database, lease_seconds: float, max_failures: int, policy: Policy) -> None:
         self._database = database
         self._lease_seconds = lease_seconds
         self._max_failures = max_failures
+        self._policy = policy
+        self._speeds: dict[str, tuple[float, float]] = {}
+        """By model: the measured speed, and when it was looked up."""
 
     def lease(
         self,
@@ -84,12 +89,19 @@ class Chunks:
         with self._database.write() as tx:
             if not tx.connection.execute(_OVERDUE, {"now": tx.now, "most": 1}).all():
                 taker = Taker(worker_id, run_id, model, tx.now + self._lease_seconds)
-                return lease_chunks(tx, taker, limit, batches_only)
+                return lease_chunks(tx, taker, limit, batches_only, self._policy_of(tx, model))
         # Each of them begins at its batch's row, for the order of locks; once is enough, after an outage they are many.
         self.expire_leases()
         with self._database.write() as tx:
             taker = Taker(worker_id, run_id, model, tx.now + self._lease_seconds)
-            return lease_chunks(tx, taker, limit, batches_only)
+            return lease_chunks(tx, taker, limit, batches_only, self._policy_of(tx, model))
+
+    def _policy_of(self, tx: Transaction, model: str) -> Policy:
+        speed, looked_up = self._speeds.get(model, (0.0, -_SPEED_SECONDS))
+        if tx.now - looked_up >= _SPEED_SECONDS:
+            speed = measured_speed(tx, model, self._lease_seconds)
+            self._speeds[model] = speed, tx.now
+        return self._policy._replace(tokens_per_second=speed)
 
     def checkpoint(self, ref: LeaseRef, part: Part) -> None:
         """Add a part to a leased chunk: its requests are not run again, whatever happens. Raises LeaseLost.

@@ -6,14 +6,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+import sqlalchemy as sa
 
 from batch_pipeline.errors import NotAllowedInState, ProofFailed
 from batch_pipeline.ledger import events, files, records, tallies
 from batch_pipeline.ledger.database import Transaction
 from batch_pipeline.ledger.records import BatchStatus
+from batch_pipeline.ledger.schema import lanes, service
 from batch_pipeline.ledger.transitions import update_batch
 from batch_pipeline.ledger.usage import Charge, charge
 from batch_pipeline.ledger.webhooks import queue_deliveries
+from batch_pipeline.scheduling.estimates import Used, remembered
 
 
 def end(
@@ -48,7 +51,24 @@ def end(
     events.record(tx, batch.batch_id, batch.outcome, actor, run_id=run_id, detail=detail)
     queue_deliveries(tx, batch.batch_id, batch.customer, batch.outcome)
     charge(tx, batch.batch_id, charges)
+    _remember_usage(tx, batch)
     tallies.count(tx, _counted(batch, final))
+
+
+def _remember_usage(tx: Transaction, batch: Any) -> None:
+    """Add what the batch's requests have really used to what is known of its customer and each model."""
+    sums = (lanes.c.model, lanes.c.requests, lanes.c.tokens, lanes.c.completed + lanes.c.failed)
+    query = sa.select(*sums, lanes.c.input_tokens + lanes.c.output_tokens).where(lanes.c.batch_id == batch.batch_id)
+    for model, requests, tokens, done, used in tx.connection.execute(query.order_by(lanes.c.model)).all():
+        if not (tokens and requests and done and used):
+            continue
+        one = (service.c.model == model) & (service.c.customer == batch.customer)
+        row = tx.connection.execute(sa.select(service).where(one).with_for_update()).one_or_none()
+        if row is not None:
+            history = Used(estimated=row.estimated_tokens, real=row.real_tokens)
+            known = remembered(history, Used(estimated=tokens * done / requests, real=used))
+            changed = {"estimated_tokens": known.estimated, "real_tokens": known.real}
+            tx.connection.execute(service.update().where(one).values(**changed))
 
 
 def _counted(batch: Any, files: records.FinalFiles) -> dict[str, int]:

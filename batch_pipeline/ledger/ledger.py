@@ -13,6 +13,7 @@ from batch_pipeline.ledger.desk import Desk
 from batch_pipeline.ledger.events import Events
 from batch_pipeline.ledger.files import Files
 from batch_pipeline.ledger.gauges import Reader
+from batch_pipeline.ledger.leasing import Policy
 from batch_pipeline.ledger.message_batches import MessageBatches
 from batch_pipeline.ledger.notices import Notices
 from batch_pipeline.ledger.quotas import Quotas
@@ -25,16 +26,20 @@ from batch_pipeline.ledger.workers import Workers
 from batch_pipeline.scheduling.placement import Backlog
 from batch_pipeline.settings import Limits, Settings
 
+_FAIR_ONLY = Policy()
+
 
 class Ledger:
     """The metadata database. Safe to use from several threads and processes at once."""
 
-    def __init__(self, database: Database, lease_seconds: float, max_failures: int, limits: Limits) -> None:
+    def __init__(
+        self, database: Database, lease_seconds: float, max_failures: int, limits: Limits, policy: Policy
+    ) -> None:
         self._database = database
         self.customers = Customers(database, limits)
         self.quotas = Quotas(database)
         self.batches = Batches(database, limits)
-        self.chunks = Chunks(database, lease_seconds, max_failures)
+        self.chunks = Chunks(database, lease_seconds, max_failures, policy)
         self.workers = Workers(database, lease_seconds)
         self.events = Events(database)
         self.notices = Notices(database)
@@ -56,15 +61,17 @@ class Ledger:
         lease_seconds: float = 60.0,
         max_failures: int = 8,
         limits: Limits | None = None,
+        policy: Policy = _FAIR_ONLY,
         clock: Clock | None = None,
     ) -> Ledger:
         """Open the ledger at a SQLAlchemy URL, creating its tables where they are missing.
 
-        `limits` are those of customers for whom none were set.
+        `limits` are those of customers for whom none were set; `policy` says how far batches at risk go ahead of
+        others.
         """
         database = Database(url, clock)
         database.set_up()
-        return cls(database, lease_seconds, max_failures, limits or Limits())
+        return cls(database, lease_seconds, max_failures, limits or Limits(), policy)
 
     @classmethod
     def from_settings(cls, settings: Settings, clock: Clock | None = None) -> Ledger:
@@ -74,6 +81,11 @@ class Ledger:
             lease_seconds=settings.worker.lease_seconds,
             max_failures=settings.worker.max_chunk_attempts,
             limits=settings.limits,
+            policy=Policy(
+                margin_seconds=settings.scheduling.at_risk_minutes * 60,
+                share=settings.scheduling.at_risk_share,
+                most_tokens=2.0 * settings.intake.chunk_tokens,
+            ),
             clock=clock,
         )
 

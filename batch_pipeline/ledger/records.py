@@ -366,6 +366,8 @@ class Lane(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int
     output_tokens: int
     revision: int
+    tokens: int | None = None
+    """Estimate of all its requests, prompt and answer."""
 
 
 class CommitReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -389,6 +391,8 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True):
     started_at: float
     seen_at: float
     leave: bool
+    tokens_per_second: float | None = None
+    """Of requests that it has finished lately, prompt and answer."""
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):

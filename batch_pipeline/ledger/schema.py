@@ -1,8 +1,8 @@
 """The tables. Times are UTC seconds since the epoch by the database's clock; lists and tables of a row are JSON text.
 
-Locks are always taken in the order customers, batches, chunks, lanes, quotas, service, and rows of one table in the
-order of their keys, so that no two transactions wait for each other. A commit touches its chunk and its lane, never the
-batch's row. Lanes, quotas and service are the rows that many transactions want: they are written last.
+Locks are always taken in the order out_of_turn, customers, batches, chunks, lanes, quotas, service, and rows of one
+table in the order of their keys, so that no two transactions wait for each other. A commit touches its chunk and its
+lane, never the batch's row. Lanes, quotas and service are the rows that many transactions want: they are written last.
 
 The conditions of the partial indexes are written out as literals, here and in every query that is to use them: neither
 database can prove that a parameter implies them.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 """`upgrade` brings older tables to it."""
 
 metadata = sa.MetaData()
@@ -189,6 +189,7 @@ lanes = sa.Table(
     sa.Column("cached_tokens", sa.BigInteger, nullable=False, default=0),
     sa.Column("output_tokens", sa.BigInteger, nullable=False, default=0),
     sa.Column("revision", sa.BigInteger, nullable=False, default=1),
+    sa.Column("tokens", sa.BigInteger, comment="Estimate of all its requests, prompt and answer"),
 )
 is_waiting = lanes.c.pending > sa.literal_column("0")
 sa.Index("lanes_waiting", lanes.c.model, postgresql_where=is_waiting, sqlite_where=is_waiting)
@@ -201,6 +202,25 @@ service = sa.Table(
     sa.Column(
         "tokens", sa.Double, nullable=False, comment="Virtual tokens of service: what was leased over the weight"
     ),
+    sa.Column(
+        "estimated_tokens",
+        sa.Double,
+        nullable=False,
+        default=0.0,
+        server_default="0",
+        comment="Of its finished batches, fading, as the next",
+    ),
+    sa.Column(
+        "real_tokens", sa.Double, nullable=False, default=0.0, server_default="0", comment="As the engine counted them"
+    ),
+)
+
+out_of_turn = sa.Table(
+    "out_of_turn",
+    metadata,
+    sa.Column("model", sa.String(64), primary_key=True),
+    sa.Column("credit", sa.Double, nullable=False, comment="Tokens that batches at risk might have ahead of others"),
+    sa.Column("at", sa.Double, nullable=False, comment="When there were so many: they grow with time"),
 )
 
 customers = sa.Table(
@@ -349,6 +369,7 @@ workers = sa.Table(
     sa.Column("started_at", sa.Double, nullable=False),
     sa.Column("seen_at", sa.Double, nullable=False, comment="Its newest heartbeat"),
     sa.Column("leave", sa.Boolean, nullable=False, default=False, comment="It is asked to give way"),
+    sa.Column("tokens_per_second", sa.Double, comment="Of requests that it has finished lately, prompt and answer"),
 )
 sa.Index("workers_by_model", workers.c.model, workers.c.seen_at)
 

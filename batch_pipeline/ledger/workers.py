@@ -49,8 +49,11 @@ class Workers:
         if not changed:
             raise NotFound(f"no worker {worker_id}")
 
-    def heartbeat(self, worker_id: str, refs: Sequence[LeaseRef] = ()) -> HeartbeatReply:
-        """Extend the worker's valid leases and tell how each stands, and whether the worker is asked to leave.
+    def heartbeat(
+        self, worker_id: str, refs: Sequence[LeaseRef] = (), tokens_per_second: float | None = None
+    ) -> HeartbeatReply:
+        """Extend the worker's valid leases and tell how each stands, and whether the worker is asked to leave; note how
+        fast it is, where it says so.
 
         Cost: one update of the worker and one of its leases, whatever their number.
         """
@@ -58,7 +61,9 @@ class Workers:
             leave = tx.connection.execute(
                 workers.update()
                 .where(workers.c.worker_id == worker_id)
-                .values(seen_at=tx.now)
+                .values(
+                    seen_at=tx.now, **({} if tokens_per_second is None else {"tokens_per_second": tokens_per_second})
+                )
                 .returning(workers.c.leave)
             ).scalar_one_or_none()
             wanted = sa.tuple_(chunks.c.batch_id, chunks.c.chunk, chunks.c.token).in_([tuple(ref) for ref in refs])

@@ -104,6 +104,8 @@ class Runner:
         self._drained = asyncio.Event()
         self._drained.set()
         self.engine_version = "unknown"
+        self.tokens = 0
+        """Of the requests that were answered so far, prompt and answer."""
 
     async def open(self) -> None:
         """Begin to feed: the engine is ready."""
@@ -122,6 +124,11 @@ class Runner:
             self._timer.cancel()
         if self._client is not None:
             await self._client.close()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the engine has anything of ours to do."""
+        return bool(self._in_flight)
 
     @property
     def unfed(self) -> int:
@@ -239,6 +246,7 @@ class Runner:
             case Meaning.FINAL:
                 self._answers += 1
                 self._fruitless_deaths = 0
+                self.tokens += answer.input_tokens + answer.output_tokens
                 if self._gate.state is not GateState.OPEN:
                     self._listener.engine_state(True, None)
                 self._gate.answered()

@@ -32,6 +32,7 @@ from batch_pipeline.worker.holdings import Holdings
 from batch_pipeline.worker.outages import OUTAGES, GivenUp, Outages, is_outage, was_set
 from batch_pipeline.worker.report import Ended, WorkerReport
 from batch_pipeline.worker.runner import Clocks, Runner
+from batch_pipeline.worker.speed import Speedometer
 from batch_pipeline.worker.writer import ChunkWriter
 
 log = logging.getLogger(__name__)
@@ -93,6 +94,7 @@ class Worker:
         self._runner = Runner(engine, self._settings, self._model, self, self._clocks)
         writer = ChunkWriter(ledger, store, self._outages)
         self._holdings = Holdings(writer, self._runner, self._model.version, on_batch_drained, self._spawn)
+        self._speedometer = Speedometer()
         self._tasks: set[asyncio.Task[None]] = set()
         self._leasing: asyncio.Task[None] | None = None
         self._late: set[LeaseRef] = set()
@@ -274,7 +276,12 @@ class Worker:
             pause = self._settings.heartbeat_seconds
             asked_at = self._clocks.monotonic()
             try:
-                reply = await asyncio.to_thread(self._ledger.workers.heartbeat, self.worker_id, self._holdings.refs())
+                reply = await asyncio.to_thread(
+                    self._ledger.workers.heartbeat,
+                    self.worker_id,
+                    self._holdings.refs(),
+                    self._speedometer.look(asked_at, self._runner.tokens, self._runner.is_busy),
+                )
             except OUTAGES as error:
                 if not is_outage(error):
                     raise

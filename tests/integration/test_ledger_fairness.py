@@ -8,8 +8,10 @@ from collections.abc import Iterator
 import pytest
 
 from batch_pipeline.ledger import Ledger, schema
+from batch_pipeline.ledger.leasing import Policy
+from batch_pipeline.ledger.records import WorkerState
 from tests.fakes.clock import SteppedClock
-from tests.fakes.ledger_values import MODEL, result_of, submitted
+from tests.fakes.ledger_values import CHUNK_TOKENS, MODEL, counted, result_of, submitted
 
 
 @pytest.fixture
@@ -105,3 +107,68 @@ def test_an_operators_priority_and_then_the_deadline_order_a_customers_batches(l
     ledger.batches.set_priority(asked, 1, "operator")
     leases = [ledger.chunks.lease("w", MODEL, 1)[0] for _ in range(3)]
     assert [lease.ref.batch_id for lease in leases] == [asked, soon, late]
+
+
+# Batches at risk.
+
+
+@pytest.fixture
+def clock() -> SteppedClock:
+    return SteppedClock()
+
+
+@pytest.fixture
+def helping(ledger_url: str, clock: SteppedClock) -> Iterator[Ledger]:
+    """A ledger in which a batch with less than ten minutes of slack may have a quarter of the service out of turn, and
+    at once four chunks; its one worker does a chunk in ten seconds.
+    """
+    policy = Policy(margin_seconds=600.0, share=0.25, most_tokens=4.0 * CHUNK_TOKENS)
+    opened = Ledger.open(ledger_url, clock=clock, policy=policy)
+    opened.workers.register("w", MODEL, None, "here")
+    opened.workers.set_state("w", WorkerState.READY)
+    opened.workers.heartbeat("w", tokens_per_second=CHUNK_TOKENS / 10.0)
+    yield opened
+    opened.close()
+
+
+def test_a_batch_at_risk_goes_ahead_with_its_share_and_no_more(helping: Ledger, clock: SteppedClock) -> None:
+    submitted(helping, "calm", [MODEL] * 400, "acme", window_seconds=86_400)
+    serve(helping, 20)
+    # A customer with a great weight, and turns of its own, would not need the help: so bolt has had its service.
+    with helping._database.write() as tx:
+        customers = {"customer": "bolt", "weight": 0.001, "created_at": tx.now}
+        tx.connection.execute(schema.customers.insert().values(**customers))
+    # 100 chunks are 1,000 seconds of work: 200 of slack.
+    submitted(helping, "urgent", [MODEL] * 100, "bolt", window_seconds=1200)
+    assert serve(helping, 1)["bolt"] == 1  # in turn: it has come just now
+    got: Counter[str] = Counter()
+    for _ in range(40):
+        helping.workers.heartbeat("w", tokens_per_second=CHUNK_TOKENS / 10.0)
+        got += serve(helping, 1)
+        clock.advance(10.0)
+    assert 10 <= got["bolt"] <= 10 + 4 + 1
+    assert got["acme"] == 40 - got["bolt"]
+
+
+def test_what_a_customer_really_uses_is_remembered_at_the_end_of_its_batches(ledger: Ledger) -> None:
+    batch = submitted(ledger, "a", [MODEL] * 3, "acme")
+    serve(ledger, 3)
+    chunks = ledger.chunks.of(batch.batch_id)
+    ledger.batches.finish(batch.batch_id, counted(ledger.batches.get(batch.batch_id), chunks))
+    with ledger._database.read() as tx:
+        row = tx.connection.execute(schema.service.select().where(schema.service.c.customer == "acme")).one()
+    assert (row.estimated_tokens, row.real_tokens) == (3 * CHUNK_TOKENS, 3 * 270.0)
+
+
+def test_estimates_that_are_too_high_do_not_cost_a_customer_its_turns(ledger: Ledger) -> None:
+    """Both have used the same in the end: bolt asks for nine times the tokens that it uses."""
+    submitted(ledger, "a", [MODEL] * 200, "acme")
+    submitted(ledger, "b", [MODEL] * 200, "bolt", prompt_tokens=20)
+    with ledger._database.write() as tx:
+        tx.connection.execute(
+            schema.service.update()
+            .where(schema.service.c.customer == "bolt")
+            .values(estimated_tokens=9e6, real_tokens=1e6)
+        )
+    got = serve(ledger, 100)
+    assert 80 <= got["bolt"] <= 92

@@ -9,7 +9,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batch_pipeline.scheduling.order import CustomerShare, WaitingBatch, choose
+from batch_pipeline.scheduling.order import Conditions, CustomerShare, WaitingBatch, choose, is_at_risk, slack
 
 
 def batch(
@@ -90,7 +90,7 @@ served = st.dictionaries(
 def test_it_never_leaves_a_worker_idle_while_anything_waits_and_never_gives_what_is_not_there(
     waiting: list[WaitingBatch], shares: dict[str, CustomerShare], limit: int, speed: float
 ) -> None:
-    picks = choose(waiting, shares, limit, speed)
+    picks = choose(waiting, shares, limit, Conditions(tokens_per_second=speed))
     there = {made.batch_id: made.pending_chunks for made in waiting}
     assert sum(pick.chunks for pick in picks) == min(limit, sum(there.values()))
     assert len({pick.batch_id for pick in picks}) == len(picks)
@@ -195,10 +195,77 @@ def test_slack_is_the_time_to_the_deadline_less_the_work_that_is_left() -> None:
     short = batch("short", "acme", deadline_at=1000.0, pending_tokens=1000)
     long = batch("long", "acme", deadline_at=1500.0, pending_tokens=100_000)
     assert choose([short, long], {}, 1)[0].batch_id == "short"
-    assert choose([short, long], {}, 1, tokens_per_second=100.0)[0].batch_id == "long"
+    assert choose([short, long], {}, 1, Conditions(tokens_per_second=100.0))[0].batch_id == "long"
 
 
 def test_an_operators_word_does_not_reach_into_another_customers_share() -> None:
     asked = batch("asked", "acme", priority=9)
     other = batch("other", "bolt")
     assert choose([asked, other], {"acme": CustomerShare(served=1.0)}, 1)[0].batch_id == "other"
+
+
+# Batches at risk.
+
+
+def at_risk_of(credit: float = 1e9) -> Conditions:
+    return Conditions(now=0.0, tokens_per_second=100.0, margin_seconds=600.0, credit=credit)
+
+
+def test_a_batch_at_risk_goes_ahead_of_others_turns_and_pays_for_it() -> None:
+    urgent = batch("urgent", "acme", pending_chunks=10, pending_tokens=10_000, deadline_at=200.0)
+    calm = batch("calm", "bolt", pending_chunks=10, pending_tokens=10_000, deadline_at=86_400.0)
+    shares = {"acme": CustomerShare(served=50_000.0), "bolt": CustomerShare(served=0.0)}
+    assert [pick.batch_id for pick in choose([urgent, calm], shares, 4)] == ["calm"]
+    (pick,) = choose([urgent, calm], shares, 4, at_risk_of())
+    assert (pick.batch_id, pick.chunks, pick.out_of_turn) == ("urgent", 4, 4)
+
+
+def test_the_credit_bounds_what_goes_out_of_turn_to_it_and_one_chunk() -> None:
+    urgent = batch("urgent", "acme", pending_chunks=10, pending_tokens=10_000, deadline_at=200.0)
+    calm = batch("calm", "bolt", pending_chunks=10, pending_tokens=10_000, deadline_at=86_400.0)
+    shares = {"acme": CustomerShare(served=50_000.0), "bolt": CustomerShare(served=0.0)}
+    picks = {pick.batch_id: pick for pick in choose([urgent, calm], shares, 8, at_risk_of(credit=1500.0))}
+    assert (picks["urgent"].chunks, picks["urgent"].out_of_turn, picks["calm"].chunks) == (2, 2, 6)
+    assert all(pick.out_of_turn == 0 for pick in choose([urgent, calm], shares, 8, at_risk_of(credit=0.0)))
+
+
+def test_a_batch_that_cannot_be_in_time_any_more_is_not_helped_and_holds_up_none_of_its_customers() -> None:
+    lost = batch("lost", "acme", pending_chunks=1000, pending_tokens=1_000_000, deadline_at=500.0)
+    other = batch("other", "acme", pending_chunks=2, pending_tokens=2000, deadline_at=3000.0)
+    calm = batch("calm", "bolt", pending_chunks=10, pending_tokens=10_000, deadline_at=86_400.0)
+    shares = {"acme": CustomerShare(served=50_000.0), "bolt": CustomerShare(served=0.0)}
+    assert [pick.batch_id for pick in choose([lost, other, calm], shares, 4, at_risk_of())] == ["calm"]
+    assert choose([lost, other], shares, 1, at_risk_of())[0].batch_id == "other"
+
+
+@given(waiting=batches_of, shares=served, limit=st.integers(0, 60), credit=st.floats(0, 20_000))
+def test_out_of_turn_never_exceeds_the_credit_by_more_than_a_chunk_and_everything_is_still_given(
+    waiting: list[WaitingBatch], shares: dict[str, CustomerShare], limit: int, credit: float
+) -> None:
+    conditions = Conditions(now=0.0, tokens_per_second=50.0, margin_seconds=10_000.0, credit=credit)
+    picks = choose(waiting, shares, limit, conditions)
+    there = {made.batch_id: made for made in waiting}
+    assert sum(pick.chunks for pick in picks) == min(limit, sum(made.pending_chunks for made in waiting))
+    each = {name: max(made.pending_tokens / made.pending_chunks, 1.0) for name, made in there.items()}
+    ahead = sum(pick.out_of_turn * each[pick.batch_id] for pick in picks)
+    assert ahead <= credit + max(each.values(), default=0.0)
+    for pick in picks:
+        if pick.out_of_turn:
+            assert is_at_risk(there[pick.batch_id], conditions)
+
+
+@given(
+    deadline=st.floats(1, 1e6),
+    later=st.floats(0, 1e6),
+    tokens=st.floats(1, 1e7),
+    speed=st.sampled_from([0.0, 10.0, 1000.0]),
+)
+def test_of_two_that_can_be_in_time_the_one_with_less_slack_is_never_behind(
+    deadline: float, later: float, tokens: float, speed: float
+) -> None:
+    near = batch("near", "acme", pending_tokens=int(tokens), deadline_at=deadline)
+    far = batch("far", "acme", pending_tokens=int(tokens), deadline_at=deadline + later)
+    conditions = Conditions(tokens_per_second=speed)
+    assert slack(near, conditions) <= slack(far, conditions)
+    if 0 <= slack(near, conditions) < slack(far, conditions):
+        assert choose([far, near], {}, 1, conditions)[0].batch_id == "near"

@@ -1,0 +1,65 @@
+"""What is left to do, by what was really used before; and how fast a worker is."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batch_pipeline.scheduling.estimates import HISTORY_TOKENS, PRIOR_TOKENS, Used, refilled, remembered, usage_ratio
+from batch_pipeline.worker.speed import HALF_LIFE_SECONDS, Speedometer
+
+amounts = st.floats(0, 1e10)
+used = st.builds(lambda estimated, share: Used(estimated=estimated, real=estimated * share), amounts, st.floats(0, 2))
+
+
+def test_where_nothing_is_known_the_estimate_stands() -> None:
+    assert usage_ratio(Used(), Used()) == 1.0
+
+
+def test_a_customers_habit_counts_until_the_batch_has_shown_its_own() -> None:
+    habit = Used(estimated=1e7, real=2e6)
+    assert usage_ratio(Used(), habit) == pytest.approx(0.2)
+    assert usage_ratio(Used(estimated=PRIOR_TOKENS, real=PRIOR_TOKENS * 0.6), habit) == pytest.approx(0.4)
+    assert usage_ratio(Used(estimated=1e9, real=6e8), habit) == pytest.approx(0.6, rel=1e-3)
+
+
+@given(batch=used, history=used)
+def test_the_ratio_is_between_what_was_seen(batch: Used, history: Used) -> None:
+    seen = [ratio for ratio in (batch.ratio, history.ratio) if ratio is not None] or [1.0]
+    assert min(seen) - 1e-9 <= usage_ratio(batch, history) <= max(seen) + 1e-9
+
+
+@given(history=used, batch=used)
+def test_history_fades_and_never_outgrows_its_bound(history: Used, batch: Used) -> None:
+    known = remembered(history, batch)
+    assert known.estimated <= max(history.estimated, HISTORY_TOKENS) * (1 + 1e-9) + batch.estimated
+    assert known.estimated >= batch.estimated
+    if history.estimated > HISTORY_TOKENS:
+        assert known.estimated == pytest.approx(HISTORY_TOKENS + batch.estimated)
+
+
+def test_the_credit_grows_by_its_share_of_the_speed_up_to_its_bound() -> None:
+    grown = refilled(-500.0, 10.0, tokens_per_second=1000.0, share=0.25, most=8000.0)
+    assert grown == 2000.0
+    assert refilled(grown, 1e6, tokens_per_second=1000.0, share=0.25, most=8000.0) == 8000.0
+    assert refilled(-500.0, 10.0, tokens_per_second=0.0, share=0.25, most=8000.0) == -500.0
+
+
+def test_a_speed_is_of_busy_time_alone() -> None:
+    meter = Speedometer()
+    assert meter.look(0.0, 0, True) is None
+    assert meter.look(10.0, 1000, True) == pytest.approx(100.0)
+    # Idle for long: as fast as before.
+    assert meter.look(20.0, 2000, False) == pytest.approx(100.0)
+    assert meter.look(2000.0, 2000, False) == pytest.approx(100.0)
+    # Slower now: that counts more and more.
+    assert meter.look(2010.0, 2500, True) == pytest.approx(50.0, rel=0.01)
+
+
+def test_what_was_measured_long_ago_counts_less() -> None:
+    meter = Speedometer()
+    meter.look(0.0, 0, True)
+    meter.look(HALF_LIFE_SECONDS, 100 * int(HALF_LIFE_SECONDS), True)
+    now = meter.look(2 * HALF_LIFE_SECONDS, 100 * int(HALF_LIFE_SECONDS), True)
+    assert now == pytest.approx(100.0 / 3, rel=0.01)
