@@ -1,7 +1,7 @@
 """What vLLM's `/metrics` says about its load, as far as the governor of shared engines needs it.
 
-The names are those of vLLM's V1 engine (vllm/v1/metrics/loggers.py). An engine of several data-parallel parts tells each
-part's figures: requests are added up, and of the caches the fullest one counts.
+The names are those of vLLM's V1 engine (vllm/v1/metrics/loggers.py). An engine of several data-parallel parts tells
+each part's figures: requests are added up, and of the caches the fullest one counts.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ async def read_load(url: str) -> Load:
 
 
 def parse(text: str) -> Load:
-    """Return the load from a page of metrics in Prometheus' text format. Raises EngineError where figures are missing."""
+    """Return the load from a page in Prometheus' text format. Raises EngineError where a figure is missing."""
     found: dict[str, list[float]] = {}
     for name, value in _SAMPLE.findall(text):
         try:

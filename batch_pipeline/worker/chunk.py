@@ -121,6 +121,8 @@ class Flight:
     """The gate's, when it was fed."""
     answers_before: int = 0
     """How many answers the engine had given when it was fed."""
+    stops_before: int = 0
+    """How often live traffic had stopped everything when it was fed."""
     task: asyncio.Task[None] | None = field(default=None, repr=False)
 
     @property

@@ -77,6 +77,12 @@ class Runner:
         self._engine = engine
         self._settings = settings
         self._max_in_flight = model.max_in_flight
+        self._may_fly = model.shared.least_in_flight if model.shared.live_traffic else model.max_in_flight
+        """At most so many of those now: less where live traffic has the engine too."""
+        self._stops = 0
+        """How often that has come down to none."""
+        self._is_shared = model.shared.live_traffic
+        self._priority: int | None = None
         self._isolate = model.isolate_prefix_cache
         self._listener = listener
         self._clocks = clocks
@@ -164,12 +170,45 @@ class Runner:
         await _cancel(mine)
         self.fill()
 
+    @property
+    def in_flight(self) -> int:
+        """Requests that the engine has of us now."""
+        return len(self._in_flight)
+
+    def allow(self, in_flight: int) -> None:
+        """Have at most so many in flight from now on, 0 for none; what is in flight already goes on."""
+        self._stops += in_flight == 0 < self._may_fly
+        self._may_fly = min(in_flight, self._max_in_flight)
+        self.fill()
+
+    def set_priority(self, priority: int) -> None:
+        """Send requests with vLLM's `priority` from now on: the engine takes it."""
+        self._priority = priority
+
+    async def give_way(self, keep: int) -> None:
+        """Take requests back from the engine, all but the `keep` that it has had for longest.
+
+        That is no try of theirs: they are fed before all others, in the order in which they were. What the engine had
+        written of their answers is lost.
+        """
+        if self._in_doubt:
+            return  # a dead engine has nothing, and what it had is looked after already
+        newest = list(self._in_flight)[keep:]
+        await _cancel([flight.task for flight in newest if flight.task is not None])
+        for flight in newest:
+            # Some have landed meanwhile, or are not wanted any more.
+            is_back = flight.task is not None and flight.task.cancelled() and flight.wanted
+            if is_back and not self._quarantine.put_back(flight):
+                self._feeder.again(flight)
+        self.fill()
+
     def fill(self) -> None:
         """Feed what may be fed now, and see to it that this is called again when more may be."""
         now, utc = self._clocks.monotonic(), self._clocks.utc()
         while (flight := self._next(now, utc)) is not None:
             flight.epoch = self._gate.fed()
             flight.answers_before = self._answers
+            flight.stops_before = self._stops
             flight.hung = False
             self._in_flight[flight] = None
             self._drained.clear()
@@ -180,7 +219,7 @@ class Runner:
         self._set_timer(now)
 
     def _next(self, now: float, utc: float) -> Flight | None:
-        if self._ending or self._in_doubt or self._client is None or len(self._in_flight) >= self._max_in_flight:
+        if self._ending or self._in_doubt or self._client is None or len(self._in_flight) >= self._may_fly:
             return None
         if not self._gate.may_feed(now):
             return None
@@ -213,8 +252,8 @@ class Runner:
             body = outcome.unstored(body)
         began = self._clocks.monotonic()
         try:
-            flight.limit_seconds = self._patience.limit(flight.request, flight.timeouts)
-            answer = await self._client.complete(lease.endpoint, body, flight.limit_seconds)
+            flight.limit_seconds = self._limit_seconds(flight)
+            answer = await self._client.complete(lease.endpoint, body, flight.limit_seconds, self._priority)
         except AnswerTimeout as error:
             self._landed(flight)
             self._timed_out(flight, error)
@@ -235,6 +274,12 @@ class Runner:
                 self._patience.answered(self._clocks.monotonic() - began, answer.output_tokens)
             self._answered(flight, answer)
         self.fill()
+
+    def _limit_seconds(self, flight: Flight) -> float:
+        # How long an answer takes where live traffic goes first is live traffic's doing: no speed of ours tells it.
+        if self._is_shared:
+            return self._settings.request_timeout_seconds
+        return self._patience.limit(flight.request, flight.timeouts)
 
     def _landed(self, flight: Flight) -> None:
         self._in_flight.pop(flight, None)
@@ -272,6 +317,11 @@ class Runner:
         self._listener.engine_state(True, f"the engine {what} requests: {said}")
 
     def _timed_out(self, flight: Flight, error: AnswerTimeout) -> None:
+        if self._stops > flight.stops_before:
+            # Live traffic kept the engine from it.
+            self._gate.abandoned(flight.epoch)
+            self._feeder.again(flight)
+            return
         flight.timeouts += 1
         if self._answers > flight.answers_before:
             longest = flight.limit_seconds >= self._settings.request_timeout_seconds

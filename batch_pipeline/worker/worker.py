@@ -32,6 +32,7 @@ from batch_pipeline.worker.holdings import Holdings
 from batch_pipeline.worker.outages import OUTAGES, GivenUp, Outages, is_outage, was_set
 from batch_pipeline.worker.report import Ended, WorkerReport
 from batch_pipeline.worker.runner import Clocks, Runner
+from batch_pipeline.worker.sharing import Sharing
 from batch_pipeline.worker.speed import Speedometer
 from batch_pipeline.worker.writer import ChunkWriter
 
@@ -101,6 +102,7 @@ class Worker:
         self._state: tuple[WorkerState, str | None] = (WorkerState.STARTING, None)
         self._engine_trouble: str | None = None
         self._outage: str | None = None
+        self._live_traffic: str | None = None
         self._faults: list[BaseException] = []
         """What failed after there was a reason to end."""
 
@@ -156,6 +158,8 @@ class Worker:
         lifetime = loop.call_later(self._settings.lifetime_seconds, self._end, Ended.LIFETIME)
         self._leasing = self._spawn(self._leases())
         self._spawn(self._checkpoints())
+        if self._model.shared.live_traffic:
+            self._share_engine()
         try:
             await self._ended
         finally:
@@ -180,6 +184,18 @@ class Worker:
         await self._runner.open()
         log.info("%s serves %s on engine %s", self.worker_id, self._name, self._runner.engine_version)
 
+    def _share_engine(self) -> None:
+        sharing = Sharing(
+            self._engine.url,
+            self._name,
+            self._model,
+            runner=self._runner,
+            told=self._gives_way,
+            clock=self._clocks.monotonic,
+        )
+        self._spawn(sharing.probe())
+        self._spawn(sharing.look())
+
     # What the runner tells (see `runner.Listener`).
 
     def complete(self, chunk: HeldChunk) -> None:
@@ -201,14 +217,25 @@ class Worker:
         """Let the ledger show it: whatever holds a batch up has a name (invariant I9)."""
         self._engine_trouble = detail
         if not self._draining.is_set():
-            self._show(WorkerState.READY if ready else WorkerState.STARTING, detail or self._outage)
+            self._show(WorkerState.READY if ready else WorkerState.STARTING, self._trouble())
 
     def _part_is_away(self, trouble: str | None) -> None:
         """Let the ledger show that the store is away, or was for a while (of itself it cannot)."""
         self._outage = trouble
+        self._show_trouble()
+
+    def _gives_way(self, reason: str | None) -> None:
+        """Let the ledger show that live traffic holds work up."""
+        self._live_traffic = reason
+        self._show_trouble()
+
+    def _trouble(self) -> str | None:
+        return self._engine_trouble or self._outage or self._live_traffic
+
+    def _show_trouble(self) -> None:
         state, _ = self._state
         if state in (WorkerState.STARTING, WorkerState.READY) and not self._draining.is_set():
-            self._show(state, self._engine_trouble or trouble)
+            self._show(state, self._trouble())
 
     def failed(self, error: BaseException) -> None:
         """End with this error."""
