@@ -6,6 +6,7 @@ ledger are created as by any other command. Killed in between, it may leave that
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -35,6 +36,8 @@ MAX_SKEW_SECONDS = 5.0
 _LEAST_FREE_BYTES = 1024**3
 _ENGINE_IMPORT_SECONDS = 300
 _HTTP_SECONDS = 5
+_IN_A_POD = "KUBERNETES_SERVICE_HOST"
+"""Kubernetes sets it in every container. There each part has pods of its own, and none holds all of them."""
 
 
 class State(StrEnum):
@@ -144,6 +147,9 @@ def _folder(name: str, model: Model) -> Finding:
     missing = [what for what, is_there in wanted.items() if not is_there]
     if not missing:
         return Finding(part=part, state=State.OK, detail=str(folder))
+    if _IN_A_POD in os.environ and not folder.exists():
+        detail = f"{folder} is not mounted in this pod; it is in those of intake and of the model's workers"
+        return Finding(part=part, state=State.NOTE, detail=detail)
     mend = f"put the model there, or set models.{name}.source to its folder (`make setup` makes the demo's)"
     return Finding(part=part, state=State.MEND, detail=f"{folder} has no {' and no '.join(missing)}", mend=mend)
 
@@ -151,6 +157,9 @@ def _folder(name: str, model: Model) -> Finding:
 def _engine(app: App) -> Iterator[Finding]:
     if app.settings.models and all(model.engine_url for model in app.settings.models.values()):
         yield Finding(part="engine", state=State.OK, detail="every model has an engine_url: none is started here")
+        return
+    if _IN_A_POD in os.environ:
+        yield Finding(part="engine", state=State.NOTE, detail="vLLM runs in the pods of workers, from its own image")
         return
     # In a process of its own: the import takes seconds and much memory, and a broken build may end the process.
     program = "import vllm.entrypoints.openai.api_server, vllm; print(vllm.__version__)"
@@ -172,6 +181,9 @@ def _engine(app: App) -> Iterator[Finding]:
 
 
 def _dagster(app: App) -> Iterator[Finding]:
+    if _IN_A_POD in os.environ:
+        yield Finding(part="dagster", state=State.NOTE, detail="has pods of its own: its UI shows how they are")
+        return
     stack = Stack(app.settings, app.config_file)
     running = stack.running()
     if not any(running.values()):

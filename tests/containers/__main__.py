@@ -28,7 +28,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", default="podman --runtime runc", help="default: %(default)s")
     parser.add_argument("--base", help="base image; default: a Debian made by debootstrap")
-    parser.add_argument("--mirror", default="http://deb.debian.org/debian", help="Debian's mirror, for that")
     parser.add_argument("--image", help="this image, instead of building one")
     options = parser.parse_args()
     engine = Engine(options.engine)
@@ -38,7 +37,7 @@ def main() -> int:
         if image is None:
             base = options.base
             if base is None:
-                made = make_base(engine, folder, options.mirror)
+                made = make_base(engine, folder)
                 say_of("base", made)
                 base = made.name
             built = build(engine, base, NAME)

@@ -41,12 +41,12 @@ class Engine:
         return int(about["Size"])
 
 
-def make_base(engine: Engine, folder: Path, mirror: str) -> Image:
+def make_base(engine: Engine, folder: Path) -> Image:
     """Make a Debian with Python, by debootstrap (as root), and import it."""
     began, tree = time.monotonic(), folder / "base"
     packages = "python3,python3-venv,ca-certificates"
     subprocess.run(
-        ["debootstrap", "--variant=minbase", f"--include={packages}", DEBIAN, str(tree), mirror],
+        ["debootstrap", "--variant=minbase", f"--include={packages}", DEBIAN, str(tree)],
         check=True,
         stdout=subprocess.DEVNULL,
     )

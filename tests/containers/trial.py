@@ -58,9 +58,8 @@ class Trial:
             fake = stack.enter_context(fake_engine.running("--model", MODEL))
             self._configure(postgres, fake.url, store)
             self._command("batch-pipeline", "config")
-            doctor = self._command("batch-pipeline", "doctor", allowed=(0, 1))
-            self._expect(all(f"ok   {part}" in doctor for part in ("configuration", "object store", "ledger")), doctor)
-            self._say("doctor: configuration, object store and ledger are well")
+            self._command("batch-pipeline", "doctor")
+            self._say("doctor: nothing must be mended")
             for name, words, is_ready in self._services():
                 stack.enter_context(self._service(name, words, is_ready))
             self._batch()
@@ -97,6 +96,7 @@ class Trial:
         [shared] = [one["data"] for one in objects.read(objects.BASE / "environment.yaml")]
         self._environment = {
             **shared,
+            "KUBERNETES_SERVICE_HOST": LOOPBACK,  # as in every container there
             "AWS_ENDPOINT_URL_S3": store.endpoint_url,
             "AWS_ACCESS_KEY_ID": store.access_key_id,
             "AWS_SECRET_ACCESS_KEY": store.secret_access_key,
@@ -177,13 +177,11 @@ class Trial:
         instance = f"{self._folder / 'configuration' / 'dagster.yaml'}:{HOME}/dagster.yaml:ro"
         return [*_LOCKED, *variables, *volumes, "-v", instance]
 
-    def _command(self, *words: str, allowed: tuple[int, ...] = (0,)) -> str:
+    def _command(self, *words: str) -> str:
         """Run a command in a container of its own and return what it prints."""
         command = [*self._engine.command, "run", "--rm", *self._options(), self._image, *words]
         ran = subprocess.run(command, check=False, capture_output=True, text=True)
-        self._expect(
-            ran.returncode in allowed, f"{' '.join(words)} ({ran.returncode}): {(ran.stderr or ran.stdout)[-800:]}"
-        )
+        self._expect(ran.returncode == 0, f"{' '.join(words)} ({ran.returncode}): {(ran.stderr or ran.stdout)[-800:]}")
         return ran.stdout
 
     def _succeeds(self, service: str, *words: str) -> bool:
