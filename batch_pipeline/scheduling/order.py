@@ -76,7 +76,7 @@ def choose(
         queues.setdefault(batch.customer, []).append(batch)
     at_risk = sorted(
         (batch for batch in waiting if is_at_risk(batch, conditions)),
-        key=lambda batch: (slack(batch, conditions), batch.created_at, batch.batch_id),
+        key=lambda batch: (latest_start(batch, conditions.tokens_per_second), batch.created_at, batch.batch_id),
     )
     served = {customer: shares.get(customer, CustomerShare()).served for customer in queues}
     credit = conditions.credit
@@ -85,11 +85,11 @@ def choose(
         if not queues:
             break
         batch = queues[min(queues, key=lambda name: (served[name], name))][0]
-        tokens = _chunk_tokens(batch)
+        tokens = chunk_tokens(batch)
         is_out_of_turn = bool(at_risk) and at_risk[0].customer != batch.customer and credit > 0
         if is_out_of_turn:
             batch = at_risk[0]
-            tokens = _chunk_tokens(batch)
+            tokens = chunk_tokens(batch)
             credit -= tokens
         chunks, out_of_turn = taken.get(batch.batch_id, (0, 0))
         taken[batch.batch_id] = (chunks + 1, out_of_turn + is_out_of_turn)
@@ -107,7 +107,12 @@ def choose(
 
 def slack(batch: WaitingBatch, conditions: Conditions) -> float:
     """Return the seconds that a batch may still wait, if all workers of the model were then its own."""
-    return batch.deadline_at - conditions.now - _work_seconds(batch, conditions)
+    return latest_start(batch, conditions.tokens_per_second) - conditions.now
+
+
+def latest_start(batch: WaitingBatch, tokens_per_second: float) -> float:
+    """Return until when a batch may wait, in UTC seconds. Unlike slack it does not change as time goes by."""
+    return batch.deadline_at - work_seconds(batch, tokens_per_second)
 
 
 def is_at_risk(batch: WaitingBatch, conditions: Conditions) -> bool:
@@ -115,22 +120,31 @@ def is_at_risk(batch: WaitingBatch, conditions: Conditions) -> bool:
 
     One that cannot is not: helping it would cost others their deadlines and save none.
     """
-    return not _is_lost(batch, conditions) and slack(batch, conditions) < conditions.margin_seconds
+    starts_by = latest_start(batch, conditions.tokens_per_second)
+    return not _is_lost(batch, conditions) and starts_by - conditions.margin_seconds < conditions.now
+
+
+def lost_from(batch: WaitingBatch, tokens_per_second: float) -> float:
+    """Return the UTC second after which a batch cannot make its deadline any more, unless its workers become faster."""
+    return latest_start(batch, tokens_per_second) + SLIP * work_seconds(batch, tokens_per_second)
+
+
+def work_seconds(batch: WaitingBatch, tokens_per_second: float) -> float:
+    """Return how long the model's workers together need for what is pending; 0 where their speed is not known."""
+    return batch.pending_tokens / tokens_per_second if tokens_per_second > 0 else 0.0
 
 
 def _is_lost(batch: WaitingBatch, conditions: Conditions) -> bool:
-    return slack(batch, conditions) < -SLIP * _work_seconds(batch, conditions)
+    return conditions.now > lost_from(batch, conditions.tokens_per_second)
 
 
-def _work_seconds(batch: WaitingBatch, conditions: Conditions) -> float:
-    return batch.pending_tokens / conditions.tokens_per_second if conditions.tokens_per_second > 0 else 0.0
-
-
-def _chunk_tokens(batch: WaitingBatch) -> float:
+def chunk_tokens(batch: WaitingBatch) -> float:
+    """Return what a chunk of the batch is charged."""
     # Nothing is free, or its owner had all turns.
     return max(batch.pending_tokens / max(batch.pending_chunks, 1), 1.0)
 
 
 def _rank(batch: WaitingBatch, conditions: Conditions) -> tuple[int, bool, float, float, str]:
     """Order within a customer: an operator's priority, then what can be in time, then least slack, then first come."""
-    return (-batch.priority, _is_lost(batch, conditions), slack(batch, conditions), batch.created_at, batch.batch_id)
+    starts_by = latest_start(batch, conditions.tokens_per_second)
+    return (-batch.priority, _is_lost(batch, conditions), starts_by, batch.created_at, batch.batch_id)
