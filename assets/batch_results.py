@@ -100,7 +100,7 @@ def _show_chunks(context: dg.AssetExecutionContext, parts: Parts, batch_id: str)
     before it could say so.
     """
     key = chunk_results.key
-    if context.instance.get_latest_data_version_record(key, partition_key=batch_id) is None:
+    if context.instance.get_latest_data_version_record(key, is_source=False, partition_key=batch_id) is None:
         context.log_event(chunk_results_event(parts, batch_id, context.instance))
     for evaluation in chunk_evaluations(parts, batch_id):
         context.op_execution_context.log_event(evaluation)  # type: ignore[arg-type]

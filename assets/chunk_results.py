@@ -129,7 +129,7 @@ def chunk_results_event(parts: Parts, batch_id: str, instance: dg.DagsterInstanc
 
 def _versions(parts: Parts, batch_id: str, instance: dg.DagsterInstance, version: str) -> dict[str, str]:
     upstream = request_chunks.key
-    record = instance.get_latest_data_version_record(upstream, partition_key=batch_id)
+    record = instance.get_latest_data_version_record(upstream, is_source=False, partition_key=batch_id)
     made_from = None if record is None else extract_data_version_from_entry(record.event_log_entry)
     return {
         DATA_VERSION_TAG: version,

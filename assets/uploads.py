@@ -23,8 +23,19 @@ uploads = dg.AssetSpec(
 )
 
 
-def upload_event(batch: Batch) -> dg.AssetMaterialization:
-    """Return the event that shows a batch's upload in Dagster."""
+def upload_events(batch: Batch) -> list[dg.AssetMaterialization | dg.AssetObservation]:
+    """Return the events that show a batch's upload in Dagster.
+
+    Two, because Dagster counts partitions by materializations, and looks for the versions of what is made outside of it
+    among observations: without one, other bytes would not make what was made from them stale. The observation comes
+    first: one behind the materialization would count as newer than what a run has read.
+    """
+    version = {"dagster/data_version": upload_version(batch)}
+    observed = dg.AssetObservation(UPLOADS, partition=batch.batch_id, tags=version)
+    return [observed, _materialization(batch, version)]
+
+
+def _materialization(batch: Batch, version: dict[str, str]) -> dg.AssetMaterialization:
     return dg.AssetMaterialization(
         UPLOADS,
         partition=batch.batch_id,
@@ -41,5 +52,5 @@ def upload_event(batch: Batch) -> dg.AssetMaterialization:
             "deadline": dg.TimestampMetadataValue(batch.deadline_at),
             "on_invalid": str(batch.on_invalid),
         },
-        tags={"dagster/data_version": upload_version(batch)},
+        tags=version,
     )

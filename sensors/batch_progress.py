@@ -3,6 +3,8 @@
 import dagster as dg
 from dagster._core.definitions.unresolved_asset_job_definition import UnresolvedAssetJobDefinition
 
+from assets.chunk_results import chunk_results, chunk_results_event
+from batch_pipeline.errors import StoreError
 from batch_pipeline.results import outbox
 from batch_pipeline.settings import Settings
 from resources import Parts, Service
@@ -28,6 +30,7 @@ def batch_progress_sensor(settings: Settings, merge_job: UnresolvedAssetJobDefin
         expired = parts.ledger.batches.expire_due()
         parts.ledger.batches.settle_all()
         requests = _merge_runs(context.instance, parts, merge_job.name)
+        unshown = _unshown_chunks(context, parts, [str(request.partition_key) for request in requests])
         shown = _show_statuses(parts, context.cursor or "")
         # The next tick goes on with the batches after these, so that every one has its turn.
         context.update_cursor(shown.after)
@@ -38,9 +41,26 @@ def batch_progress_sensor(settings: Settings, merge_job: UnresolvedAssetJobDefin
             if shown.outage is not None:
                 statuses += f"; not the others: {shown.outage}"
             return dg.SkipReason(f"{freed} leases ran out, {len(expired)} batches expired, {statuses}")
-        return dg.SensorResult(run_requests=requests)
+        return dg.SensorResult(run_requests=requests, asset_events=unshown)
 
     return batch_progress
+
+
+def _unshown_chunks(
+    context: dg.SensorEvaluationContext, parts: Parts, batch_ids: list[str]
+) -> list[dg.AssetMaterialization]:
+    """Return the events of chunk results that no worker has shown: it died, or Dagster's database was away. They come
+    before the merge, so that it does not look older than what it is made from.
+    """
+    key = chunk_results.key
+    unshown = []
+    for batch_id in batch_ids:
+        if context.instance.get_latest_data_version_record(key, is_source=False, partition_key=batch_id) is None:
+            try:
+                unshown.append(chunk_results_event(parts, batch_id, context.instance))
+            except StoreError as error:
+                context.log.warning(f"the chunks of {batch_id} are left for its merge to show: {error}")
+    return unshown
 
 
 def _show_statuses(parts: Parts, after: str) -> outbox.Published:

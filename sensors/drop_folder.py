@@ -10,7 +10,7 @@ import dagster as dg
 from dagster._core.definitions.unresolved_asset_job_definition import UnresolvedAssetJobDefinition
 
 from assets.partitions import batches
-from assets.uploads import upload_event
+from assets.uploads import upload_events
 from batch_pipeline.intake import drop
 from batch_pipeline.ledger.records import Batch
 from batch_pipeline.settings import Settings
@@ -47,7 +47,6 @@ def drop_folder_sensor(settings: Settings, intake_job: UnresolvedAssetJobDefinit
 
 
 def _intake_runs(instance: dg.DagsterInstance, parts: Parts, due: Sequence[Batch], job_name: str) -> dg.SensorResult:
-    known = set(instance.get_dynamic_partitions(batches.name or "batches")) if due else set()
     requests = []
     for batch in due:
         pause = pause_seconds(batch.intake_attempts, parts.settings.scheduling.retry_run_seconds)
@@ -60,9 +59,10 @@ def _intake_runs(instance: dg.DagsterInstance, parts: Parts, due: Sequence[Batch
                 tags={CUSTOMER_TAG: batch.customer, "batch_pipeline/name": batch.name},
             )
         )
-    new = [batch for batch in due if batch.batch_id not in known]
+    # One by one: reading the whole list takes seconds where there are tens of thousands.
+    new = [batch for batch in due if not instance.has_dynamic_partition(str(batches.name), batch.batch_id)]
     return dg.SensorResult(
         run_requests=requests,
         dynamic_partitions_requests=[batches.build_add_request([batch.batch_id for batch in new])] if new else [],
-        asset_events=[upload_event(batch) for batch in new],
+        asset_events=[event for batch in new for event in upload_events(batch)],
     )

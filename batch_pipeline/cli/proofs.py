@@ -16,6 +16,7 @@ from batch_pipeline.results.audit import AuditTrail, Bytes, RequestTrail
 from batch_pipeline.results.audit import audit as follow_back
 from batch_pipeline.results.findings import KEPT_PROBLEMS
 from batch_pipeline.results.manifest import ChunkFacts
+from batch_pipeline.results.timeline import Attempt
 from batch_pipeline.results.verify import Proof
 from batch_pipeline.results.verify import verify as prove
 
@@ -80,6 +81,7 @@ def audit(app: App, batch_id: str, custom_id: str | None, index: int | None, as_
     for request in trail.requests:
         _show_request(app.console, request)
     _show_chunks(app.console, trail.chunks)
+    _show_attempts(app.console, trail.attempts)
     _show_events(app.console, trail.events)
 
 
@@ -98,6 +100,7 @@ def _show_origin(console: Console, trail: AuditTrail) -> None:
             lines[what] = f"{file.key}, {file.lines} lines, sha256 {file.sha256}"
     if trail.manifest_key is not None:
         lines["manifest"] = trail.manifest_key
+    lines["versions"] = ", ".join(f"{asset} {version}" for asset, version in trail.data_versions.items())
     _show_lines(console, lines)
 
 
@@ -140,6 +143,28 @@ def _show_chunks(console: Console, chunks: Sequence[ChunkFacts]) -> None:
     console.print()
     console.print(table)
     _show_rest(console, len(chunks), "chunks")
+
+
+def _show_attempts(console: Console, attempts: Sequence[Attempt]) -> None:
+    """Print who tried each chunk, and how that ended: what an attempt that was lost cost is seen here."""
+    names = ("chunk", "attempt", "began", "seconds", "ended", "worker", "run", "why")
+    table = Table(*names, box=None, pad_edge=False, title="attempts", title_justify="left")
+    for attempt in attempts[:_SHOWN]:
+        seconds = "-" if attempt.ended_at is None else f"{attempt.ended_at - attempt.started_at:.1f}"
+        cells = (
+            str(attempt.chunk),
+            str(attempt.attempt),
+            moment(attempt.started_at),
+            seconds,
+            attempt.ended.value,
+            attempt.worker,
+            attempt.run_id or "-",
+            attempt.detail or "",
+        )
+        table.add_row(*cells)
+    console.print()
+    console.print(table)
+    _show_rest(console, len(attempts), "attempts")
 
 
 def _show_events(console: Console, events: Sequence[Event]) -> None:

@@ -15,6 +15,8 @@ from batch_pipeline.results.archived import all_chunks, all_events
 from batch_pipeline.results.facts import chunk_facts
 from batch_pipeline.results.lookup import InputLine, Place, find_input, find_result
 from batch_pipeline.results.manifest import ChunkFacts, FileFacts, InputFacts
+from batch_pipeline.results.timeline import Attempt, attempts_in
+from batch_pipeline.results.versions import chunks_version, results_version, upload_version
 from batch_pipeline.store import ObjectMissing, ObjectStore
 from batch_pipeline.wire import chunk_files
 
@@ -67,6 +69,12 @@ class AuditTrail(msgspec.Struct, frozen=True, kw_only=True):
     manifest_key: str | None
     requests: list[RequestTrail]
     chunks: list[ChunkFacts]
+    attempts: list[Attempt]
+    """At these chunks, in the order in which they began."""
+    data_versions: dict[str, str]
+    """Of uploads, chunk_results and batch_results, as Dagster shows them in the tag dagster/data_version: the same
+    words mean the same bytes. Those that are not known yet are left out.
+    """
     events: list[Event]
     """In the order in which they happened."""
 
@@ -87,7 +95,7 @@ def audit(
     up to its line, and a few ranges and tables; without one: no file is read but the manifest.
     """
     batch = ledger.batches.get(batch_id)
-    chunks = all_chunks(batch, ledger, store)
+    chunks = all_of_batch = all_chunks(batch, ledger, store)
     requests: list[RequestTrail] = []
     events = all_events(batch, ledger, store)
     if custom_id is not None or index is not None:
@@ -118,8 +126,19 @@ def audit(
         manifest_key=batch.manifest_key,
         requests=requests,
         chunks=_facts(batch, chunks, says),
+        attempts=attempts_in(events),
+        data_versions=_data_versions(batch, all_of_batch, says),
         events=events,
     )
+
+
+def _data_versions(batch: Batch, chunks: Sequence[Chunk], says: manifest.Manifest | None) -> dict[str, str]:
+    known = {"uploads": upload_version(batch)}
+    if batch.finalizing_at is not None or batch.status.is_final:
+        known["chunk_results"] = chunks_version(chunks)
+    if says is not None:
+        known["batch_results"] = results_version(says.output, says.errors)
+    return known
 
 
 def _facts(batch: Batch, chunks: Sequence[Chunk], says: manifest.Manifest | None) -> list[ChunkFacts]:

@@ -7,6 +7,7 @@ from typing import Any
 import dagster as dg
 
 from batch_pipeline.settings import Settings
+from resources import Parts
 
 
 class CodeLocation:
@@ -61,3 +62,22 @@ class CodeLocation:
     def materialized(self, asset: str) -> set[str]:
         """Return the batches for which an asset is materialized."""
         return self.instance.get_materialized_partitions(dg.AssetKey(asset))
+
+    def parts(self) -> Parts:
+        """Return what the code location's assets and sensors work with."""
+        service = self.repository.get_top_level_resources()["service"]
+        with dg.build_resources({"service": service, "s3": self.repository.get_top_level_resources()["s3"]}) as opened:
+            parts: Parts = opened.service.open()
+        return parts
+
+    def react(self, sensor: str, run: dg.DagsterRun, failure: dg.DagsterEvent) -> None:
+        """Let a sensor of failed runs see one, as the daemon does."""
+        with dg.build_run_status_sensor_context(
+            sensor_name=sensor,
+            dagster_event=failure,
+            dagster_instance=self.instance,
+            dagster_run=run,
+            resources=self.repository.get_top_level_resources(),
+            repository_def=self.repository,
+        ) as context:
+            self.repository.get_sensor_def(sensor)(context.for_run_failure())
