@@ -33,6 +33,10 @@ _USED = 0.75
 """The allowance grows only where so much of it is used: otherwise nothing was learnt about more."""
 _STEPS = 32
 """So many increases lead from nothing to the most."""
+_SOON = 2
+"""A stop within so many measures after an increase is that increase's doing,"""
+_PATIENCE = 15
+"""and so many good measures have to come before as much is tried again: each try that fails costs a live request."""
 _START = 4
 """The first doubling ends at this part of the most."""
 
@@ -105,6 +109,8 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
     """Before rounding; meaningful while stopped as well: what it was."""
     threshold: float
     """Up to this the allowance doubles, above it goes up in steps."""
+    ceiling: float = math.inf
+    """An allowance that was too much."""
     measures: int = 0
     """Measures of live latency that the last change was made by; the next change waits for a newer one."""
     preemptions: int | None = None
@@ -157,18 +163,25 @@ def _decrease(share: Share, now: Snapshot, rules: Rules, reason: str) -> Share:
 
 def _increase(share: Share, now: Snapshot, rules: Rules, load: Load, ttft: float) -> Share:
     full = load.waiting > 0 or load.kv_cache_usage >= _HEADROOM * rules.kv_cache_mark
+    # Whoever was blind sees now: what holds the work is the search for how much is good.
+    mode = Mode.OPEN if share.mode is Mode.BLIND else share.mode
+    same = msgspec.structs.replace(share, keep=None, mode=mode, preemptions=load.preemptions)
     if now.measures <= share.measures or full or now.own_in_flight < _USED * share.in_flight:
-        # Whoever was blind sees now: what holds the work is the search for how much is good.
-        mode = Mode.OPEN if share.mode is Mode.BLIND else share.mode
-        return msgspec.structs.replace(share, keep=None, mode=mode, preemptions=load.preemptions)
+        return same
     more = share.allowance + max(1.0, rules.most / _STEPS)
     if share.allowance < share.threshold:
         more = max(more, min(2.0 * share.allowance, share.threshold))
-    mode = Mode.CAREFUL if share.mode is Mode.CAREFUL and more < rules.most else Mode.OPEN
+    ceiling = share.ceiling
+    if more >= ceiling:
+        if now.measures - share.measures < _PATIENCE:
+            return same
+        ceiling = math.inf
+    mode = Mode.OPEN if more >= rules.most else mode
     reason = (
         f"live requests have their first token after {ttft:.2f} s, of {rules.budget_seconds:g} s that they may wait"
     )
-    return _changed(share, now, rules, more, mode=mode, reason=reason)
+    changed = _changed(share, now, rules, more, mode=mode, reason=reason)
+    return msgspec.structs.replace(changed, ceiling=ceiling)
 
 
 def _suffering(now: Snapshot, rules: Rules) -> str | None:
@@ -201,7 +214,10 @@ def _stop(share: Share, now: Snapshot, rules: Rules, suffering: str) -> Share:
         keep = rules.least
     elif share.mode is Mode.STOPPED and now.measures > share.measures:
         keep = max(rules.least, now.own_in_flight // 2)
-    threshold = share.threshold if share.mode is Mode.STOPPED else max(float(rules.least), share.allowance / 2)
+    threshold, ceiling = share.threshold, share.ceiling
+    if share.mode is not Mode.STOPPED:
+        threshold = max(float(rules.least), share.allowance / 2)
+        ceiling = share.allowance if now.measures - share.measures <= _SOON else ceiling
     return Share(
         in_flight=0,
         mode=Mode.STOPPED,
@@ -209,6 +225,7 @@ def _stop(share: Share, now: Snapshot, rules: Rules, suffering: str) -> Share:
         keep=keep if keep is not None and keep < now.own_in_flight else None,
         allowance=share.allowance,
         threshold=threshold,
+        ceiling=ceiling,
         measures=now.measures,
         preemptions=now.load.preemptions if now.load else share.preemptions,
     )
@@ -234,6 +251,7 @@ def _changed(share: Share, now: Snapshot, rules: Rules, allowance: float, *, mod
         reason=reason,
         allowance=bounded,
         threshold=share.threshold,
+        ceiling=share.ceiling,
         measures=now.measures,
         preemptions=now.load.preemptions if now.load else share.preemptions,
     )

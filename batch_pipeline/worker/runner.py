@@ -320,7 +320,8 @@ class Runner:
         if self._stops > flight.stops_before:
             # Live traffic kept the engine from it.
             self._gate.abandoned(flight.epoch)
-            self._feeder.again(flight)
+            if not self._quarantine.put_back(flight):
+                self._feeder.again(flight)
             return
         flight.timeouts += 1
         if self._answers > flight.answers_before:

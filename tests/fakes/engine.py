@@ -72,6 +72,16 @@ class Control(msgspec.Struct, forbid_unknown_fields=True):
     """Time that each answer takes from now on; null leaves it as it is."""
     silent: bool = False
     """Answer nobody."""
+    live_running: int = 0
+    """Live requests of others that run, as its metrics tell it; and those that wait."""
+    live_waiting: int = 0
+    kv_cache_usage: float = 0.0
+    live_seconds: float = 0.0
+    """How much longer each live request takes: one without a priority."""
+    live_seconds_each: float = 0.0
+    """The same for each batch request that is in flight when it comes."""
+    metrics_status: int = 200
+    takes_priority: bool = True
 
 
 class Stats(msgspec.Struct):
@@ -81,6 +91,12 @@ class Stats(msgspec.Struct):
     answered: int = 0
     in_flight: int = 0
     max_in_flight: int = 0
+    batch_in_flight: int = 0
+    """Of those in flight, the ones with a priority behind live requests."""
+    max_batch_in_flight: int = 0
+    abandoned: int = 0
+    """Requests whose client went away before the answer."""
+    live_calls: int = 0
     starved: int = 0
     """How often it waited in vain for more requests (see `--want`)."""
 
@@ -115,6 +131,8 @@ class FakeEngine:
         }
         if request.path == "/health":
             return web.Response(status=self._control.health_status)
+        if request.path == "/metrics":
+            return web.Response(status=self._control.metrics_status, text=self._metrics())
         if request.path not in answers:
             return _json({"detail": "Not Found"}, 404)
         return _json(answers[request.path])
@@ -130,13 +148,38 @@ class FakeEngine:
         stats.calls += 1
         stats.in_flight += 1
         stats.max_in_flight = max(stats.max_in_flight, stats.in_flight)
+        is_batch = int(request.headers.get("X-Vllm-Priority", "0")) > 0
+        stats.live_calls += not is_batch
+        stats.batch_in_flight += is_batch
+        stats.max_batch_in_flight = max(stats.max_batch_in_flight, stats.batch_in_flight)
         try:
             await self._crowd()
+            if is_batch and not self._control.takes_priority:
+                return _error(400, "Got priority 100 but Priority scheduling is not enabled.", path=path)
+            slower = self._control.live_seconds + self._control.live_seconds_each * stats.batch_in_flight
+            if slower and not is_batch:
+                await asyncio.sleep(slower)
             response = await self._answer(path, request, await request.read())
             stats.answered += 1
             return response
+        except asyncio.CancelledError:
+            stats.abandoned += 1
+            raise
         finally:
             stats.in_flight -= 1
+            stats.batch_in_flight -= is_batch
+
+    def _metrics(self) -> str:
+        """Return what vLLM tells about its load, as the governor reads it."""
+        control = self._control
+        figures = {
+            "vllm:num_requests_running": self._stats.in_flight + control.live_running,
+            "vllm:num_requests_waiting": control.live_waiting,
+            "vllm:kv_cache_usage_perc": control.kv_cache_usage,
+            "vllm:num_preemptions_total": 0,
+        }
+        labels = f'engine="0",model_name="{self._model}"'
+        return "".join(f"{name}{{{labels}}} {float(value)}\n" for name, value in figures.items())
 
     async def _crowd(self) -> None:
         """Hold requests back until `want` of them are in flight; then let one go for each that arrives."""
@@ -420,7 +463,7 @@ async def _serve(options: argparse.Namespace) -> None:
         runner = web.ServerRunner(web.Server(engine.handle, access_log=None, handler_cancellation=True))
         await runner.setup()
         await asyncio.sleep(options.start_seconds)
-        await web.TCPSite(runner, "127.0.0.1", options.port, backlog=4096).start()
+        await web.TCPSite(runner, options.host, options.port, backlog=4096).start()
         print("http://{}:{}".format(*runner.addresses[0]), flush=True)
         await asyncio.Event().wait()
 
@@ -428,6 +471,7 @@ async def _serve(options: argparse.Namespace) -> None:
 def main() -> None:
     """Run the server until it is killed."""
     parser = argparse.ArgumentParser()
+    parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--model", default=MODEL)
     parser.add_argument("--delay", type=float, default=0.0, help="seconds that each answer takes")
