@@ -218,11 +218,17 @@ def test_only_the_launcher_has_rights(manifests: list[objects.Object]) -> None:
     assert VALUES["rbacEnabled"] is False
 
 
-def test_everything_is_closed_but_what_is_opened(manifests: list[objects.Object]) -> None:
-    policies = [one["spec"] for one in manifests if one["kind"] == "NetworkPolicy"]
-    assert {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]} in policies
-    opened = [policy for policy in policies if "ingress" in policy]
-    assert not any(objects.selects(policy["podSelector"], RUN_LABELS) for policy in opened)  # nobody reaches an engine
+def test_everything_is_closed_but_what_is_opened(
+    manifests: list[objects.Object], jobs: dict[str, objects.Object]
+) -> None:
+    policies = {one["metadata"]["name"]: one["spec"] for one in manifests if one["kind"] == "NetworkPolicy"}
+    assert policies["default-deny"] == {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}
+    for job in jobs.values():
+        labels = job["spec"]["template"]["metadata"]["labels"]
+        # "names" and "default-deny" are for every pod. Nobody reaches an engine.
+        mine = {name for name, policy in policies.items() if objects.selects(policy["podSelector"], labels)}
+        assert mine == {"default-deny", "names", "database-and-object-store"}
+        assert not any("ingress" in policies[name] for name in mine)
 
 
 def test_gpus_of_the_quota_are_those_of_the_scheduler(manifests: list[objects.Object], settings: Settings) -> None:
@@ -303,12 +309,6 @@ def test_the_image_has_what_the_service_needs_and_no_more() -> None:
 
 
 # Helpers
-
-RUN_LABELS = {
-    "app.kubernetes.io/name": "dagster",
-    "app.kubernetes.io/component": "run_worker",
-    "batch-pipeline/role": "worker",
-}
 
 CALLS = {
     "create_namespaced_job": ("batch", "jobs", "create"),
