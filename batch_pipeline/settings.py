@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from batch_pipeline.errors import SettingsError
+from batch_pipeline.live import LiveHours, problem_of
 from batch_pipeline.models import ENDPOINTS, INLINE_MEDIA, Model, Prices, job_name
 from batch_pipeline.pods import Runs, check_kubernetes, check_runs
 
@@ -137,11 +138,30 @@ class Scheduling(_Section, frozen=True):
     at_risk_minutes: float = 15.0
     """A batch is at risk when it may wait no longer than this, by the measured speed of its model's workers."""
     at_risk_share: float = 0.25
-    """Share of a model's service that batches at risk may have ahead of other customers' turns; 0: none."""
+    """Share of a model's service that batches at risk may have ahead of other customers' turns."""
+    loading_seconds: float = 120.0
+    """What loading a model takes, until it was measured."""
+    turn: float = 10.0
+    """A worker keeps its GPU for so many times the loading time of a model that waits for one."""
     chunks_per_worker: int = 4
     """Chunks of backlog for which one more worker of a model is wanted."""
     retry_run_seconds: float = 30.0
     """Pause before a run that failed is requested again; doubles with each failure up to ten minutes."""
+
+
+class Live(_Section, frozen=True):
+    """How many of the GPUs live traffic needs: batch holds the rest, and gives it back when it is needed."""
+
+    schedule: list[LiveHours] = []
+    """By hours and days; where entries overlap, the most of them."""
+    prometheus_url: str = ""
+    """A Prometheus server that is asked at each look as well; the larger of the two counts."""
+    prometheus_query: str = ""
+    """Gives a number of GPUs, for instance ceil(sum(vllm:num_requests_running{traffic="live"}) / 40)."""
+    keep_seconds: float = 600.0
+    """How long the last answer stands in for a missing one."""
+    gpus_when_unknown: int = 0
+    """What counts after that."""
 
 
 class Retention(_Section, frozen=True):
@@ -260,6 +280,7 @@ class Settings(_Section, frozen=True):
     intake: Intake = Intake()
     worker: Worker = Worker()
     scheduling: Scheduling = Scheduling()
+    live: Live = Live()
     retention: Retention = Retention()
     api: Api = Api()
     limits: Limits = Limits()
@@ -328,6 +349,9 @@ def check(settings: Settings) -> list[str]:
     problems += _check_store(settings.store)
     problems += _check_addresses(settings)
     problems += _check_alarms(settings.alarms)
+    problems += _check_live(settings.live)
+    if settings.scheduling.at_risk_share > 1:
+        problems.append("scheduling.at_risk_share is a share: at most 1")
     problems += check_runs(settings.runs)
     intake = settings.intake
     if not intake.min_window_seconds <= intake.default_window_seconds <= intake.max_window_seconds:
@@ -375,6 +399,22 @@ def _check_alarms(alarms: Alarms) -> list[str]:
             key = b""
         if len(key) < LEAST_SECRET_BYTES:
             problems.append("alarms.secret must be whsec_ and the base64 of at least 24 random bytes")
+    return problems
+
+
+def _check_live(live: Live) -> list[str]:
+    problems = []
+    for number, entry in enumerate(live.schedule):
+        if (problem := problem_of(entry)) is not None:
+            problems.append(f"live.schedule[{number}]: {problem}")
+    if bool(live.prometheus_url) != bool(live.prometheus_query):
+        problems.append("live.prometheus_url and live.prometheus_query belong together: set both, or none")
+    if live.prometheus_url and not (STORE_URL.fullmatch(live.prometheus_url) and _has_good_port(live.prometheus_url)):
+        problems.append("live.prometheus_url must be http:// or https://, a host and perhaps a port")
+    if not 0 < live.keep_seconds < math.inf:
+        problems.append(f"live.keep_seconds must be above 0, not {live.keep_seconds}")
+    if live.gpus_when_unknown < 0:
+        problems.append(f"live.gpus_when_unknown must be 0 or more, not {live.gpus_when_unknown}")
     return problems
 
 

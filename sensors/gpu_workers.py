@@ -1,15 +1,18 @@
 """Launches GPU workers where there is backlog, and keeps the pools' limits equal to the catalogue's."""
 
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import NamedTuple
 
 import dagster as dg
 import msgspec
 
 from assets.gpu_workers import pool_name
+from batch_pipeline.engine.live_load import LiveLoad
 from batch_pipeline.ledger import Ledger, notices
 from batch_pipeline.ledger.records import WorkerState
 from batch_pipeline.scheduling.placement import Backlog, Capacity, Launch, plan_workers
+from batch_pipeline.scheduling.switching import Cluster, Holder, Rules, departures
 from batch_pipeline.settings import Settings
 from resources import Service
 from sensors import worker_runs
@@ -26,10 +29,13 @@ class _Look(NamedTuple):
     """Models whose last starts have failed."""
     capacities: list[Capacity]
     launches: list[Launch]
+    gpus: int
+    """What live traffic leaves."""
 
 
 def gpu_worker_sensor(settings: Settings, jobs: Mapping[str, dg.JobDefinition]) -> dg.SensorDefinition:
     """Return the sensor that launches workers; `jobs` maps a model's name to its worker job."""
+    live = LiveLoad(settings.live)
 
     @dg.sensor(
         name="gpu_workers",
@@ -37,7 +43,8 @@ def gpu_worker_sensor(settings: Settings, jobs: Mapping[str, dg.JobDefinition]) 
         minimum_interval_seconds=settings.scheduling.sensor_interval_seconds,
         default_status=dg.DefaultSensorStatus.RUNNING,
         description=(
-            "Launches GPU workers where there is backlog, within each model's pool and the total of GPUs. Says why a "
+            "Launches GPU workers where there is backlog, within each model's pool and the GPUs that live traffic "
+            "leaves; asks workers to leave whose GPUs live traffic or a model without a worker needs more. Says why a "
             "model has no worker yet, and has the runs of lost workers ended."
         ),
     )
@@ -46,7 +53,12 @@ def gpu_worker_sensor(settings: Settings, jobs: Mapping[str, dg.JobDefinition]) 
         keep_pool_limits(context.instance, settings)
         runs = {name: worker_runs.records_under_way(context.instance, job.name) for name, job in jobs.items()}
         cursor = _agree(context, parts.ledger, runs, settings.worker.lease_seconds)
-        look = _look(context.instance, parts.ledger, settings, jobs)._replace(runs=runs)
+        needed, trouble = live.gpus(parts.ledger.now())
+        if trouble is not None:
+            context.log.warning(trouble)
+        gpus = max(0, settings.scheduling.total_gpus - needed)
+        look = _look(context.instance, parts.ledger, settings, jobs, gpus)._replace(runs=runs)
+        _give_way(context, parts.ledger, settings, look)
         _tell(context.instance, parts.ledger, settings, jobs, look)
         requests = [
             dg.RunRequest(job_name=jobs[launch.model].name) for launch in look.launches for _ in range(launch.workers)
@@ -86,8 +98,45 @@ def _agree(
     return msgspec.json.encode(silence.since).decode()
 
 
+def _give_way(context: dg.SensorEvaluationContext, ledger: Ledger, settings: Settings, look: _Look) -> None:
+    """Ask workers to leave. Killed in between, the next tick asks the rest; who was asked twice leaves once."""
+    workers = ledger.workers.of_models([capacity.model for capacity in look.capacities])
+    starts: dict[str, list[float]] = {}
+    for worker in workers:
+        if worker.ready_at is not None:
+            starts.setdefault(worker.model, []).append(worker.ready_at - worker.started_at)
+    now = ledger.now()
+    cluster = Cluster(
+        backlogs=[backlog for backlog in look.backlogs if backlog.model not in look.pausing],
+        capacities=look.capacities,
+        holders=[
+            Holder(
+                worker_id=worker.worker_id,
+                model=worker.model,
+                ready_at=worker.ready_at,
+                is_leaving=worker.leave or worker.state == WorkerState.DRAINING,
+                is_dedicated=bool(worker.batches),
+            )
+            for worker in workers
+            if worker.state not in (WorkerState.STOPPED, WorkerState.FAILED)
+            and now - worker.seen_at <= settings.worker.lease_seconds
+        ],
+        gpus=look.gpus,
+        now=now,
+    )
+    rules = Rules(
+        loading_seconds={model: median(seconds) for model, seconds in starts.items()},
+        default_loading_seconds=settings.scheduling.loading_seconds,
+        chunks_per_worker=settings.scheduling.chunks_per_worker,
+        turn=settings.scheduling.turn,
+    )
+    for departure in departures(cluster, rules):
+        context.log.info(f"{departure.worker_id} is asked to leave: {departure.reason}")
+        ledger.workers.ask_to_leave(departure.worker_id)
+
+
 def _look(
-    instance: dg.DagsterInstance, ledger: Ledger, settings: Settings, jobs: Mapping[str, dg.JobDefinition]
+    instance: dg.DagsterInstance, ledger: Ledger, settings: Settings, jobs: Mapping[str, dg.JobDefinition], gpus: int
 ) -> _Look:
     backlogs = [backlog for backlog in ledger.backlog() if backlog.model in jobs]
     first_pause = settings.scheduling.retry_run_seconds
@@ -108,10 +157,10 @@ def _look(
     launches = plan_workers(
         [backlog for backlog in backlogs if backlog.model not in pausing],
         capacities,
-        settings.scheduling.total_gpus,
+        gpus,
         settings.scheduling.chunks_per_worker,
     )
-    return _Look({}, backlogs, pausing, capacities, launches)
+    return _Look({}, backlogs, pausing, capacities, launches, gpus)
 
 
 def _tell(
@@ -138,16 +187,18 @@ def _tell(
             failure = worker_runs.last_failure(instance, job.name)
             reason = None if failure is None else f"its last run failed, and the next one is to start soon: {failure}"
         else:
-            reason = _gpus_taken(settings, under_way)
+            reason = _gpus_taken(settings, under_way, look.gpus)
         if reason is None:
             ledger.notices.clear(notices.of_model(model))
         else:
             ledger.notices.post(notices.of_model(model), reason)
 
 
-def _gpus_taken(settings: Settings, under_way: Mapping[str, int]) -> str:
+def _gpus_taken(settings: Settings, under_way: Mapping[str, int], gpus: int) -> str:
     taken = {model: count * settings.models[model].kubernetes.gpus for model, count in under_way.items() if count}
     total = settings.scheduling.total_gpus
+    if gpus < total and sum(taken.values()) >= gpus:
+        return f"live traffic needs {total - gpus} of {total} GPUs"
     if not taken:
         return f"it needs more GPUs than there are ({total})"
     return f"{sum(taken.values())} of {total} GPUs are in use, by workers of {', '.join(sorted(taken))}"

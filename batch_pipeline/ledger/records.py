@@ -391,6 +391,8 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True):
     started_at: float
     seen_at: float
     leave: bool
+    ready_at: float | None = None
+    """When its engine had loaded, for the first time."""
     tokens_per_second: float | None = None
     """Of requests that it has finished lately, prompt and answer."""
 

@@ -369,6 +369,7 @@ workers = sa.Table(
     sa.Column("started_at", sa.Double, nullable=False),
     sa.Column("seen_at", sa.Double, nullable=False, comment="Its newest heartbeat"),
     sa.Column("leave", sa.Boolean, nullable=False, default=False, comment="It is asked to give way"),
+    sa.Column("ready_at", sa.Double, comment="When its engine had loaded, for the first time"),
     sa.Column("tokens_per_second", sa.Double, comment="Of requests that it has finished lately, prompt and answer"),
 )
 sa.Index("workers_by_model", workers.c.model, workers.c.seen_at)

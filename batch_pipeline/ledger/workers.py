@@ -44,7 +44,14 @@ class Workers:
             changed = tx.connection.execute(
                 workers.update()
                 .where(workers.c.worker_id == worker_id)
-                .values(state=state, detail=None if detail is None else detail[:2000], seen_at=tx.now)
+                .values(
+                    state=state,
+                    detail=None if detail is None else detail[:2000],
+                    seen_at=tx.now,
+                    **(
+                        {"ready_at": sa.func.coalesce(workers.c.ready_at, tx.now)} if state == WorkerState.READY else {}
+                    ),
+                )
             ).rowcount
         if not changed:
             raise NotFound(f"no worker {worker_id}")

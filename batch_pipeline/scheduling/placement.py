@@ -52,7 +52,7 @@ def plan_workers(
             backlog
             for backlog in backlogs
             if backlog.model in by_model
-            and workers[backlog.model] < _wanted(backlog, by_model[backlog.model], chunks_per_worker)
+            and workers[backlog.model] < wanted_workers(backlog, by_model[backlog.model], chunks_per_worker)
             and by_model[backlog.model].gpus_per_worker <= free
         ]
         if not candidates:
@@ -71,7 +71,8 @@ def plan_workers(
         free -= by_model[neediest.model].gpus_per_worker
 
 
-def _wanted(backlog: Backlog, capacity: Capacity, chunks_per_worker: int) -> int:
+def wanted_workers(backlog: Backlog, capacity: Capacity, chunks_per_worker: int) -> int:
+    """Return how many workers a model should have for its backlog, with those that it has; 0 where nothing waits."""
     if backlog.pending == 0:
         return 0
     return min(capacity.pool_limit, -(-(backlog.pending + backlog.leased) // chunks_per_worker))
