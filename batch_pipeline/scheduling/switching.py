@@ -7,6 +7,7 @@ multiple of the loading time. Two models that always have work then take turns, 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 import msgspec
@@ -65,7 +66,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
 def departures(cluster: Cluster, rules: Rules) -> list[Departure]:
     """Return which workers to ask to leave now. What those that leave already will free is counted as free.
 
-    Cost: workers times models.
+    Cost: workers times models, and workers times departures.
     """
     plan = _Plan(cluster, rules)
     plan.give_to_live_traffic()
@@ -90,6 +91,7 @@ class _Plan:
         self._backlogs = {backlog.model: backlog for backlog in cluster.backlogs}
         known = [holder for holder in cluster.holders if holder.model in self.capacities]
         self._staying = [holder for holder in known if not holder.is_leaving]
+        self._colleagues = Counter(holder.model for holder in self._staying)
         self._free = cluster.gpus - sum(count * self._gpus(model) for model, count in self.workers.items())
         for holder in known:
             if holder.is_leaving:
@@ -122,6 +124,7 @@ class _Plan:
 
     def _ask(self, holder: Holder, reason: str) -> None:
         self._staying.remove(holder)
+        self._colleagues[holder.model] -= 1
         self._free += self._gpus(holder.model)
         self.workers[holder.model] -= 1
         self.asked.append(Departure(worker_id=holder.worker_id, reason=reason))
@@ -153,8 +156,7 @@ class _Plan:
         those that have been there for longest.
         """
         own = self._backlogs.get(holder.model)
-        colleagues = sum(1 for other in self._staying if other.model == holder.model)
-        work = 0.0 if own is None else own.pending_tokens / max(colleagues, 1)
+        work = 0.0 if own is None else own.pending_tokens / max(self._colleagues[holder.model], 1)
         return (holder.is_dedicated, work, self._now if holder.ready_at is None else holder.ready_at, holder.worker_id)
 
     def _gpus(self, model: str) -> int:
