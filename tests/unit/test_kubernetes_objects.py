@@ -9,10 +9,12 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import dagster as dg
 import msgspec
 import pytest
 import yaml
 from dagster._core.instance.config import dagster_instance_config
+from kubernetes.config.config_exception import ConfigException
 
 from batch_pipeline import settings as configuration
 from batch_pipeline.models import job_name
@@ -116,6 +118,16 @@ def test_a_run_has_no_rights(jobs: dict[str, objects.Object]) -> None:
         assert context["readOnlyRootFilesystem"]
         assert not context["allowPrivilegeEscalation"]
         assert context["capabilities"] == {"drop": ["ALL"]}
+
+
+def test_a_run_does_without_the_kubernetes_api(tmp_path: Path) -> None:
+    """The launcher could not even be made here: there is no token to load."""
+    config = {"service_account_name": "run", "instance_config_map": "dagster-instance"}
+    launcher = {"module": "dagster_k8s", "class": "K8sRunLauncher", "config": config}
+    with dg.DagsterInstance.local_temp(str(tmp_path), overrides={"run_launcher": launcher}) as dagster:
+        assert nothing_job.execute_in_process(instance=dagster).success
+        with pytest.raises(ConfigException):
+            _ = dagster.run_launcher
 
 
 def test_no_secret_of_the_service_reaches_an_engine(jobs: dict[str, objects.Object]) -> None:
@@ -309,6 +321,17 @@ def test_the_image_has_what_the_service_needs_and_no_more() -> None:
 
 
 # Helpers
+
+
+@dg.op
+def nothing() -> None:
+    """Does nothing."""
+
+
+@dg.job
+def nothing_job() -> None:
+    nothing()
+
 
 CALLS = {
     "create_namespaced_job": ("batch", "jobs", "create"),
