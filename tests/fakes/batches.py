@@ -31,6 +31,7 @@ def make_batch(
     customer: str = "acme",
     name: str = "batch",
     window_seconds: int = 86_400,
+    model: str = MODEL,
 ) -> Batch:
     """Return a batch in progress with these chunks of requests, its input written as well."""
     batch_id = ids.new_batch_id()
@@ -62,7 +63,7 @@ def make_batch(
         recorded.append(
             NewChunk(
                 chunk=number,
-                model=MODEL,
+                model=model,
                 input_key=keys.chunk_input(batch_id, number),
                 requests=len(requests),
                 first_index=min(request.index for request in requests),
