@@ -1,7 +1,8 @@
 """Gives way to live traffic on an engine that both use: reads the engine, asks the governor, holds the runner to it.
 
 Two loops beside those of the worker: one sends live probes, the other reads the metrics every second and acts. A stop
-acts at once: nothing more is fed, and what is in flight goes on or is taken back as the governor says.
+acts at once: nothing more is fed, and what is in flight goes on or is taken back as the governor says. Nothing here is
+kept: a worker that is killed begins with the least again, and what it had in flight the engine drops.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Governed(Protocol):
 
 
 class Sharing:
-    """Run `probe` and `look` side by side for as long as the worker feeds its engine."""
+    """Run `probe`, `look` and `find_priority` side by side for as long as the worker feeds its engine."""
 
     def __init__(
         self,
@@ -70,7 +71,6 @@ class Sharing:
         self._runner = runner
         self._told = told
         self._clock = clock
-        self._takes_priority: bool | None = None
         self._probed_at: float | None = None
         """When the probe was sent that is on its way."""
         self._ttft: float | None = None
@@ -86,7 +86,6 @@ class Sharing:
         try:
             while True:
                 await self._measure()
-                await self._look_at_priority()
                 await asyncio.sleep(self._probe_seconds)
         finally:
             await self._probe.close()
@@ -98,6 +97,22 @@ class Sharing:
             self._measured.clear()
             await self._decide()
 
+    async def find_priority(self) -> None:
+        """Find out, once, whether the engine takes requests with a priority; until then they are sent without."""
+        while True:
+            try:
+                takes = await self._probe.takes_priority(BATCH_PRIORITY)
+            except NoAnswer as error:
+                log.info("whether the engine takes a priority is not known yet: %s", error)
+            else:
+                if takes:
+                    self._runner.set_priority(BATCH_PRIORITY)
+                    return
+                if takes is False:
+                    log.warning("the engine takes no priority: start it with --scheduling-policy priority")
+                    return
+            await asyncio.sleep(self._probe_seconds)
+
     async def _measure(self) -> None:
         self._probed_at = self._clock()
         try:
@@ -108,20 +123,6 @@ class Sharing:
             self._probed_at = None
         self._measures += 1
         self._measured.set()
-
-    async def _look_at_priority(self) -> None:
-        """Find out, once, whether the engine takes requests with a priority; until then they are sent without."""
-        if self._takes_priority is not None:
-            return
-        try:
-            self._takes_priority = await self._probe.takes_priority(BATCH_PRIORITY)
-        except NoAnswer as error:
-            log.info("whether the engine takes a priority is not known yet: %s", error)
-            return
-        if self._takes_priority:
-            self._runner.set_priority(BATCH_PRIORITY)
-        elif self._takes_priority is False:
-            log.warning("the engine takes no priority: start it with --scheduling-policy priority")
 
     async def _decide(self) -> None:
         own_before = self._runner.in_flight

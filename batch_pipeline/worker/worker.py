@@ -193,8 +193,8 @@ class Worker:
             told=self._gives_way,
             clock=self._clocks.monotonic,
         )
-        self._spawn(sharing.probe())
-        self._spawn(sharing.look())
+        for loop in (sharing.probe(), sharing.find_priority(), sharing.look()):
+            self._spawn(loop)
 
     # What the runner tells (see `runner.Listener`).
 

@@ -78,8 +78,10 @@ class Control(msgspec.Struct, forbid_unknown_fields=True):
     kv_cache_usage: float = 0.0
     live_seconds: float = 0.0
     """How much longer each live request takes: one without a priority."""
+    batch_seconds: float = 0.0
+    """How much longer each batch request takes: one with a priority."""
     live_seconds_each: float = 0.0
-    """The same for each batch request that is in flight when it comes."""
+    """And a live one for each batch request that is in flight when it comes."""
     metrics_status: int = 200
     takes_priority: bool = True
 
@@ -156,8 +158,10 @@ class FakeEngine:
             await self._crowd()
             if is_batch and not self._control.takes_priority:
                 return _error(400, "Got priority 100 but Priority scheduling is not enabled.", path=path)
-            slower = self._control.live_seconds + self._control.live_seconds_each * stats.batch_in_flight
-            if slower and not is_batch:
+            control = self._control
+            slower = control.live_seconds + control.live_seconds_each * stats.batch_in_flight
+            slower = control.batch_seconds if is_batch else slower
+            if slower:
                 await asyncio.sleep(slower)
             response = await self._answer(path, request, await request.read())
             stats.answered += 1
