@@ -1,0 +1,148 @@
+"""GPUs and the workers that hold them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from enum import StrEnum
+
+from batch_pipeline.scheduling.placement import Capacity
+from batch_pipeline.scheduling.switching import Holder
+from batch_pipeline.simulate.paper import PaperLease
+from batch_pipeline.simulate.workload import SimulatedModel, Workload
+
+
+class State(StrEnum):
+    """starting -> ready -> leaving -> gone; from each of them to gone by a failure."""
+
+    STARTING = "starting"
+    READY = "ready"
+    LEAVING = "leaving"
+    GONE = "gone"
+
+
+class SimulatedWorker:
+    """A worker, from its launch on."""
+
+    __slots__ = (
+        "done_at_ask",
+        "epoch",
+        "is_node_going",
+        "lease",
+        "model",
+        "ready_at",
+        "seconds",
+        "speed",
+        "started_at",
+        "state",
+        "worker_id",
+    )
+
+    def __init__(self, worker_id: str, model: str) -> None:
+        self.worker_id = worker_id
+        self.model = model
+        self.state = State.STARTING
+        self.ready_at: float | None = None
+        self.lease: PaperLease | None = None
+        self.started_at = 0.0
+        """When what it does with its lease was begun, or gone on with after the engine's death."""
+        self.seconds = 0.0
+        """Which takes so long for all that was left then."""
+        self.speed = 0.0
+        """Tokens a second of the last chunk, 0 before the first."""
+        self.epoch = 0
+        """Of what was planned for it, only what bears this number still counts."""
+        self.done_at_ask = 0
+        """Requests of its lease that were finished when it was asked to leave."""
+        self.is_node_going = False
+        """Its GPUs are away for a while when it is gone."""
+
+
+class Fleet:
+    """Who holds which GPUs. A GPU is known by the model that it had last: another one is a switch."""
+
+    def __init__(self, workload: Workload, gpus: int) -> None:
+        self.total = gpus
+        self.workers: dict[str, SimulatedWorker] = {}
+        """Those that hold GPUs."""
+        self.away = 0
+        """GPUs that are broken."""
+        self.held = 0
+        self.launches = 0
+        self.switches = 0
+        self._workload = workload
+        self._last = Counter({"": gpus})
+        """The free GPUs by the last model, "" for none yet."""
+        self._of_model: Counter[str] = Counter()
+
+    def available(self, at: float) -> int:
+        """Return the GPUs that batches may hold: what live traffic and failures leave."""
+        return max(0, self.total - self.away - self._workload.live_gpus(at))
+
+    def launch(self, model: str) -> SimulatedWorker:
+        """Give free GPUs to a new worker."""
+        gpus = self._model(model).gpus_per_worker
+        self.launches += 1
+        worker = SimulatedWorker(f"{model}/{self.launches:07d}", model)
+        # Its own last ones first, then those of the model that has most of them.
+        for last, count in sorted(self._last.items(), key=lambda item: (item[0] != model, item[0] != "", -item[1])):
+            taken = min(count, gpus)
+            self._last[last] -= taken
+            self.switches += taken if last not in (model, "") else 0
+            gpus -= taken
+        self.workers[worker.worker_id] = worker
+        self._of_model[model] += 1
+        self.held += self._model(model).gpus_per_worker
+        return worker
+
+    def free(self, worker: SimulatedWorker, *, are_broken: bool = False) -> int:
+        """Take the GPUs of a worker that is gone back; returns how many. Broken ones are away until `repaired`."""
+        worker.state = State.GONE
+        worker.epoch += 1
+        del self.workers[worker.worker_id]
+        gpus = self._model(worker.model).gpus_per_worker
+        self._of_model[worker.model] -= 1
+        self.held -= gpus
+        self._last[worker.model] += gpus
+        if are_broken:
+            self.away += gpus
+        return gpus
+
+    def repaired(self, gpus: int) -> None:
+        """So many that were broken are back."""
+        self.away -= gpus
+
+    def measured_speed(self, model: str) -> float:
+        """Return the tokens a second of a model's ready workers together."""
+        return sum(
+            worker.speed
+            for worker in self.workers.values()
+            if worker.model == model and worker.state in (State.READY, State.LEAVING)
+        )
+
+    def capacities(self) -> list[Capacity]:
+        """Return what `plan_workers` wants to know."""
+        return [
+            Capacity(
+                model=name,
+                workers=self._of_model[name],
+                pool_limit=model.pool_limit,
+                gpus_per_worker=model.gpus_per_worker,
+            )
+            for name, model in self._workload.models.items()
+        ]
+
+    def holders(self) -> list[Holder]:
+        """Return what `departures` wants to know."""
+        return [
+            Holder(
+                worker_id=worker.worker_id,
+                model=worker.model,
+                ready_at=worker.ready_at,
+                is_leaving=worker.state is State.LEAVING,
+                is_dedicated=False,
+            )
+            for worker in self.workers.values()
+        ]
+
+    def _model(self, name: str) -> SimulatedModel:
+        return self._workload.models[name]
