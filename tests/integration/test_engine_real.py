@@ -17,9 +17,12 @@ import pytest
 from batch_pipeline import intake
 from batch_pipeline.embedded.model import make_smollm2, make_tiny
 from batch_pipeline.engine import Answer, EngineClient, VllmServer
+from batch_pipeline.engine.live import LiveProbe
+from batch_pipeline.engine.metrics import read_load
 from batch_pipeline.ledger import Ledger
-from batch_pipeline.models import Model
+from batch_pipeline.models import Model, Shared
 from batch_pipeline.results.merge import merge
+from batch_pipeline.scheduling.governor import Load
 from batch_pipeline.settings import Settings
 from batch_pipeline.store import ObjectStore
 from tests.fakes import engine as fake_engine
@@ -97,7 +100,7 @@ def real_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     model = Model(
         source=str(make_smollm2(REPOSITORY / "var" / "models")),
         context_length=fake_engine.CONTEXT,
-        engine_arguments=["--dtype", "float32", "--enforce-eager"],
+        engine_arguments=["--dtype", "float32", "--enforce-eager", "--scheduling-policy", "priority"],
         engine_environment={"VLLM_CPU_KVCACHE_SPACE": "1"},
     )
     server = VllmServer(MODEL, model, tmp_path_factory.mktemp("engine") / "engine.log")
@@ -152,6 +155,34 @@ def test_the_real_engine_loses_or_breaks_at_the_items_that_intake_refuses(real_u
     assert refusal.status == 500
 
 
+def test_the_real_engine_tells_its_load_and_takes_live_probes_and_priorities_as_the_fake_does(real_url: str) -> None:
+    async def asked(url: str) -> tuple[Load, Load]:
+        async with EngineClient(url) as client:
+            body = json.dumps({**ONCE, "max_tokens": 60, "ignore_eos": True}).encode()
+            running = asyncio.create_task(client.complete(TEXT, body, 300.0, 100))
+            seen = await read_load(url)
+            while not seen.running and not running.done():
+                seen = await read_load(url)
+            assert (await running).status == 200
+        for endpoint in (TEXT, CHAT, MESSAGES, RESPONSES):
+            probe = LiveProbe(url, MODEL, [endpoint], asyncio.get_running_loop().time)
+            assert 0 < await probe.seconds() < float("inf"), endpoint
+            assert await probe.takes_priority(100) is True, endpoint
+            await probe.close()
+        idle = await read_load(url)
+        while idle.running:
+            idle = await read_load(url)
+        return seen, idle
+
+    seen, idle = asyncio.run(asked(real_url))
+    assert (seen.running, seen.waiting, seen.preemptions) == (1, 0, 0)
+    assert 0 < seen.kv_cache_usage < 0.1
+    assert (idle.waiting, idle.kv_cache_usage) == (0, 0.0)
+    with fake_engine.running("--delay", "0.2") as fake:
+        pretended, _ = asyncio.run(asked(fake.url))
+    assert (pretended.running, pretended.waiting, pretended.preemptions) == (1, 0, 0)
+
+
 def test_a_worker_runs_a_batch_on_the_real_engine(
     real_url: str, sqlite_url: str, store: ObjectStore, settings: Settings
 ) -> None:
@@ -160,7 +191,10 @@ def test_a_worker_runs_a_batch_on_the_real_engine(
     requests = [chat_request(index, question, 12) for index, question in enumerate(questions * 2)]
     requests[5] = chat_request(5, "too much", 5000)
     batch = make_batch(ledger, store, [requests[:4], requests[4:]])
-    report = make_worker(ledger, store, quick(settings), attached(real_url)).run()
+    # As on an engine that live traffic uses too: with a priority, and under the governor.
+    shared = Shared(live_traffic=True, live_ttft_budget_seconds=60.0)
+    configured = quick(settings, model={"engine_url": real_url, "shared": shared})
+    report = make_worker(ledger, store, configured, attached(real_url)).run()
     assert (report.chunks, report.requests) == (2, 8)
     lines = lines_of(ledger, store, batch.batch_id)
     assert {index: line["response"]["status_code"] for index, line in lines.items()} == {
