@@ -53,6 +53,10 @@ def gpu_worker_sensor(settings: Settings, jobs: Mapping[str, dg.JobDefinition]) 
         keep_pool_limits(context.instance, settings)
         runs = {name: worker_runs.records_under_way(context.instance, job.name) for name, job in jobs.items()}
         cursor = _agree(context, parts.ledger, runs, settings.worker.lease_seconds)
+        for name, records in runs.items():
+            for record in records:
+                limit = settings.models[name].kubernetes.start_seconds
+                worker_runs.end_stuck(context.instance, record, parts.ledger.now(), limit)
         needed, trouble = live.gpus(parts.ledger.now())
         if trouble is not None:
             context.log.warning(trouble)

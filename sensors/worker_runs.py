@@ -99,6 +99,29 @@ def end_lost(instance: dg.DagsterInstance, ledger: Ledger, lost: Lost) -> None:
     )
 
 
+def end_stuck(instance: dg.DagsterInstance, record: RunRecord, now: float, start_seconds: float) -> None:
+    """Delete the Job of a run that does not start, and fail the run with the reason.
+
+    Dagster fails such a run as well (`start_timeout_seconds`), but leaves its pod: one that waits for an image keeps
+    the GPU that it was given, and each further start adds another. Killed before the failure is noted, the run ends as
+    cancelled after `cancel_timeout_seconds`.
+    """
+    run = record.dagster_run
+    if run.status != DagsterRunStatus.STARTING:
+        return
+    seconds = now - (instance.get_run_stats(run.run_id).launch_time or now)
+    if seconds <= start_seconds:
+        return
+    trouble = pod_trouble(instance, run) or "no reason is known"
+    try:
+        is_ended = instance.run_launcher.terminate(run.run_id)
+    except Exception:
+        log.exception("the run launcher does not end run %s, which does not start", run.run_id)
+        return
+    if is_ended:
+        instance.report_run_failed(run, f"not started after {seconds:.0f} s: {trouble}")
+
+
 def dismiss_orphans(
     instance: dg.DagsterInstance, ledger: Ledger, models: Sequence[str], under_way: set[str], lease_seconds: float
 ) -> None:

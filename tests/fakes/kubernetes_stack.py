@@ -57,7 +57,7 @@ poll_seconds = 0.2
 warm_seconds = 60.0
 grace_seconds = 4.0
 [scheduling]
-total_gpus = 3
+total_gpus = 4
 sensor_interval_seconds = 1
 chunks_per_worker = 100
 retry_run_seconds = 1.0
@@ -77,6 +77,7 @@ engine_image = "{image}"
 engine_command = ["python", "-m", "tests.fakes.kubernetes.engine"]
 priority_class = ""
 grace_seconds = 20
+start_seconds = {start}
 node_selector = {{ {selector} }}
 """
 
@@ -177,7 +178,7 @@ def stack(folder: Path, store: configuration.Store, postgres: str) -> Iterator[S
         }
         in_pods = {name: environment[name] for name in ("PATH", "HOME", "PYTHONPATH")}
         images = {name: Image(environment=in_pods) for name in (ORCHESTRATOR, ENGINE)}
-        nodes = [Node(f"gpu-{number}", gpus=1) for number in range(2)]
+        nodes = [Node(f"gpu-{number}", gpus=1) for number in range(3)]
         cluster = stops.enter_context(running(folder, images, nodes))
         _make_objects(cluster, {key: value for key, value in environment.items() if key not in in_pods})
         home.mkdir()
@@ -195,7 +196,14 @@ def _configuration(folder: Path, store: configuration.Store, ledger: str) -> str
     models = {MODEL: (ENGINE, ""), "unplaceable": (ENGINE, 'gpu = "none-such"'), "unpullable": ("no-such:1", "")}
     source = REPOSITORY / "var" / "models" / MODEL
     for name, (image, selector) in models.items():
-        text += _MODEL.format(name=name, source=source, image=image, selector=selector, journal=folder / "journal.txt")
+        text += _MODEL.format(
+            name=name,
+            source=source,
+            image=image,
+            selector=selector,
+            journal=folder / "journal.txt",
+            start=120 if name == MODEL else 25,
+        )
     return text
 
 
@@ -233,7 +241,7 @@ def _write_home(home: Path, postgres_port: int, kubeconfig: Path) -> None:
     instance["run_monitoring"] |= {
         "poll_interval_seconds": 1,
         "free_slots_after_run_end_seconds": 1,
-        "start_timeout_seconds": 60,
+        "start_timeout_seconds": 180,
         "cancel_timeout_seconds": 60,
     }
     (home / "dagster.yaml").write_text(yaml.safe_dump(instance), encoding="utf-8")

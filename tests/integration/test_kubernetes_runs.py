@@ -1,23 +1,29 @@
-"""Whole batches by the Kubernetes path: Dagster's daemon, its run launcher and run monitoring; pods that are ended."""
+"""Whole batches by the Kubernetes path: Dagster's daemon, its run launcher and run monitoring; pods that are ended.
+
+The tests share one service, and mostly one worker: an idle one waits for the next batch, and is then done harm.
+"""
 
 from __future__ import annotations
 
 import secrets
+from collections import Counter
 from collections.abc import Iterator
 
-import dagster as dg
 import msgspec
 import pytest
+from dagster import DagsterRunStatus
 
 from assets.gpu_workers import ENDED_TAG, LOST, PREEMPTED
 from batch_pipeline import settings as configuration
 from batch_pipeline.ledger.records import Batch
 from batch_pipeline.store import objects
 from tests.fakes.batches import chat_request, make_batch
+from tests.fakes.engine import MODEL
 from tests.fakes.intake_files import file_of, request_line
 from tests.fakes.kubernetes_stack import NAMESPACE, Stack, stack
 
-REQUESTS = 120
+REQUESTS = 160
+CHUNK = 40
 IN_FLIGHT = 8
 UNSAVED = 60
 """More than an engine answers between two checkpoints."""
@@ -30,11 +36,137 @@ def service(
     store = msgspec.structs.replace(s3_server, bucket=f"test-{secrets.token_hex(6)}")
     objects.make_client(store).create_bucket(Bucket=store.bucket)
     with stack(tmp_path_factory.mktemp("kubernetes"), store, postgres_server) as running:
+        for model in ("unplaceable", "unpullable"):
+            submit(running, model, requests=1, model=model)
         yield running
+
+
+def submit(service: Stack, name: str, *, requests: int = REQUESTS, model: str = MODEL, last: str = "") -> Batch:
+    """Return a batch of requests `NAME request N`; `last` is added to the prompt of the last one."""
+    prompts = [f"{name} request {number}{last if number == requests - 1 else ''}" for number in range(requests)]
+    lines = [chat_request(number, prompt) for number, prompt in enumerate(prompts)]
+    chunks = [lines[first : first + CHUNK] for first in range(0, requests, CHUNK)]
+    batch = make_batch(service.ledger, service.store, chunks, name=name, model=model)
+    service.begin(batch)
+    return batch
+
+
+def half_way(service: Stack, name: str) -> tuple[Batch, str]:
+    """Submit a batch; return it and its worker's run as soon as a good part of it has been asked of the engine."""
+    batch = submit(service, name)
+    service.wait(lambda: len(service.calls(name)) > CHUNK, lambda: f"{name} runs: {service.reason(batch)}")
+    run_id = service.run_of(batch)
+    assert run_id is not None
+    return batch, run_id
+
+
+def repeated(service: Stack, name: str) -> int:
+    """Return how many calls the engine got beside one for each request."""
+    calls = Counter(service.calls(name))
+    assert len(calls) == REQUESTS
+    return calls.total() - REQUESTS
+
+
+def wait_ended(service: Stack, run_id: str) -> None:
+    service.wait(lambda: service.run(run_id).is_finished, f"run {run_id} has ended")
 
 
 def test_a_dropped_file_becomes_results_by_pods_alone(service: Stack) -> None:
     service.store.put("inbox/acme/whole.jsonl", file_of(request_line(number) for number in range(20)))
-    service.wait(lambda: bool(service.ledger.batches.recent(limit=1)), "the file is taken")
-    (batch,) = service.ledger.batches.recent(limit=1)
+    service.wait(lambda: any(b.name == "whole" for b in service.ledger.batches.recent(limit=9)), "the file is taken")
+    (batch,) = [b for b in service.ledger.batches.recent(limit=9) if b.name == "whole"]
     assert service.finish(batch).completed == 20
+    roles = Counter(
+        pod.metadata.labels["batch-pipeline/role"] for pod in service.core.list_namespaced_pod(NAMESPACE).items
+    )
+    assert roles["intake"] == roles["merge"] == 1
+    (worker,) = service.runs()
+    engine = service.pod(worker.run_id).status.init_container_statuses[0]
+    assert (engine.name, engine.restart_count) == ("engine", 0)
+
+
+def test_a_preempted_worker_costs_no_request_and_is_no_failure(service: Stack) -> None:
+    batch, run_id = half_way(service, "preempted")
+    pod = service.pod(run_id).metadata.name
+    eviction = {"metadata": {"name": pod}}
+    service.core.create_namespaced_pod_eviction(pod, NAMESPACE, eviction)
+    wait_ended(service, run_id)
+    run = service.run(run_id)
+    assert (run.status, run.tags[ENDED_TAG]) == (DagsterRunStatus.CANCELED, PREEMPTED)
+    assert service.run_of(batch) != run_id, "its leases were handed back, and did not run out"
+    assert service.finish(batch).completed == REQUESTS
+    assert repeated(service, "preempted") == 0
+    assert service.runs()[0].run_id != run_id, "another worker was launched"
+
+
+def test_a_cancel_in_the_ui_stops_the_pod_and_another_worker_goes_on(service: Stack) -> None:
+    batch, run_id = half_way(service, "cancelled")
+    assert service.instance.run_coordinator.cancel_run(run_id)
+    wait_ended(service, run_id)
+    run = service.run(run_id)
+    assert run.status is DagsterRunStatus.CANCELED
+    assert ENDED_TAG not in run.tags, "it was an operator's will"
+    service.wait(lambda: service.pods(run_id) == [], "its pod is gone")
+    assert service.finish(batch).completed == REQUESTS
+    assert repeated(service, "cancelled") == 0
+
+
+def test_an_engine_that_crashes_is_started_again_alone(service: Stack) -> None:
+    batch = submit(service, "crash", last=" [[die]]")
+    assert service.finish(batch).completed == REQUESTS - 1
+    (run,) = [run for run in service.runs() if not run.is_finished]
+    pod = service.pod(run.run_id)
+    assert pod.status.init_container_statuses[0].restart_count >= 3
+    assert pod.status.phase == "Running"
+    crashing = [call for call in service.calls("crash") if "die" in call]
+    assert 3 <= len(crashing) <= 4
+    assert repeated(service, "crash") <= len(crashing) + 3 * IN_FLIGHT
+
+
+def test_an_evicted_pod_costs_what_no_checkpoint_held(service: Stack) -> None:
+    """For lack of memory on its node, and so at once: nobody sends a signal."""
+    batch, run_id = half_way(service, "evicted")
+    service.cluster.evict(service.pod(run_id).metadata.name)
+    wait_ended(service, run_id)
+    assert service.run(run_id).status is DagsterRunStatus.FAILURE
+    assert service.finish(batch).completed == REQUESTS
+    assert repeated(service, "evicted") <= UNSAVED
+
+
+def test_a_deleted_job_hands_its_work_back(service: Stack) -> None:
+    batch, run_id = half_way(service, "deleted")
+    job = service.pod(run_id).metadata.labels["job-name"]
+    service.jobs.delete_namespaced_job(job, NAMESPACE, propagation_policy="Background")
+    wait_ended(service, run_id)
+    # Run monitoring may see that the Job is gone before the pod has said that it was told to end.
+    assert service.run(run_id).status in (DagsterRunStatus.CANCELED, DagsterRunStatus.FAILURE)
+    assert service.finish(batch).completed == REQUESTS
+    assert repeated(service, "deleted") == 0
+
+
+def test_a_lost_node_keeps_no_place_in_the_pool(service: Stack) -> None:
+    """Kubernetes goes on to show its pod as running, then as ending, for ever; the ledger knows better."""
+    batch, run_id = half_way(service, "lost")
+    node = service.cluster.lose_node_of(service.pod(run_id).metadata.name)
+    wait_ended(service, run_id)
+    assert service.run(run_id).tags[ENDED_TAG] == LOST
+    assert service.finish(batch).completed == REQUESTS
+    assert repeated(service, "lost") <= UNSAVED
+    service.cluster.remove_node(node)
+
+
+@pytest.mark.parametrize(("model", "why"), [("unplaceable", "FailedScheduling"), ("unpullable", "pull image")])
+def test_a_batch_says_why_its_worker_does_not_start(service: Stack, model: str, why: str) -> None:
+    (batch,) = [b for b in service.ledger.batches.recent(limit=99) if b.name == model]
+    service.wait(lambda: why in service.reason(batch), lambda: service.reason(batch))
+    assert service.reason(batch).startswith(f"waiting for a worker of {model}: ")
+    service.wait(
+        lambda: any(run.status is DagsterRunStatus.FAILURE for run in service.runs(model)),
+        "Dagster has given up the first start",
+    )
+    assert len([run for run in service.runs(model) if not run.is_finished]) <= 1
+
+
+def test_pools_are_as_large_as_the_catalogue_says(service: Stack) -> None:
+    limits = {pool.name: pool.limit for pool in service.instance.event_log_storage.get_pool_limits()}
+    assert limits == {name: model.pool_limit for name, model in service.settings.models.items()}
