@@ -16,7 +16,19 @@ from pathlib import Path
 import click
 from click.core import ParameterSource
 
-from batch_pipeline.cli import batches, billing, customers, doctor, files, operating, proofs, serving, tidying, webhooks
+from batch_pipeline.cli import (
+    batches,
+    billing,
+    customers,
+    doctor,
+    files,
+    operating,
+    proofs,
+    serving,
+    simulating,
+    tidying,
+    webhooks,
+)
 from batch_pipeline.cli.app import CANNOT_SERVE, FAILED, INTERRUPTED, KEY_VARIABLE, URL_VARIABLE, App
 from batch_pipeline.errors import BatchPipelineError, CustomerError, ProofFailed
 from batch_pipeline.plain import printable
@@ -47,7 +59,7 @@ def commands(context: click.Context, config: Path | None, url: str | None) -> No
     context.call_on_close(app.close)
 
 
-for module in (batches, files, proofs, billing, operating, tidying, serving, customers, doctor):
+for module in (batches, files, proofs, billing, operating, tidying, serving, customers, doctor, simulating):
     for command in module.COMMANDS:
         commands.add_command(command)
 customers.customers.add_command(webhooks.webhooks)
