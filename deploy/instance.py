@@ -22,7 +22,7 @@ def read(text: str) -> Table:
     raw = yaml.safe_load(text)
     fields = {
         "database": _database(raw),
-        "launcher": _launcher(raw.pop("run_launcher")["config"]),
+        "launcher": _launcher(raw.pop("run_launcher")),
         "queue": raw.pop("run_queue", None) or raw.pop("run_coordinator")["config"],
         "logs": {**raw.pop("compute_logs")},
     }
@@ -48,19 +48,16 @@ def _database(raw: Table) -> list[Table]:
     return different
 
 
-def _launcher(config: Table) -> Table:
-    """Return the launcher's configuration with Kubernetes' fields as its Python client spells them."""
-    config = {key: value for key, value in config.items() if _LAUNCHER_DEFAULTS.get(key) != value}
+def _launcher(launcher: Table) -> Table:
+    """Return the launcher and its configuration, with Kubernetes' fields as its Python client spells them."""
+    config = {key: value for key, value in launcher["config"].items() if _LAUNCHER_DEFAULTS.get(key) != value}
     config.pop("job_namespace")
     meant: Table = {}
     for key in ("volumes", "volume_mounts", "run_k8s_config"):
         meant[key] = snake_case(config.pop(key))
-    pod = meant["run_k8s_config"]["pod_spec_config"]
-    # The account in the pod's own specification counts before the launcher's.
-    own = pod.pop("service_account_name", None) or config["service_account_name"]
     for name in ("volumes", "volume_mounts"):
         meant[name] = sorted(meant[name], key=lambda entry: str(entry["name"]))
-    return {**config, **meant, "service_account_name": own}
+    return {"is": f"{launcher['module']}.{launcher['class']}", **config, **meant}
 
 
 def snake_case(value: Any) -> Any:

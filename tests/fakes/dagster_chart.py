@@ -7,8 +7,6 @@ from typing import Any
 
 from deploy import instance, objects
 
-NAMESPACE = "batch-pipeline"
-
 
 def images_of_the_chart(values: object) -> Iterator[dict[str, str]]:
     if isinstance(values, dict):
@@ -43,7 +41,7 @@ def as_a_deployment(part: dict[str, Any]) -> objects.Object:
 
 def as_the_chart_writes_it(values: dict[str, Any]) -> dict[str, Any]:
     """Return the dagster.yaml that the chart makes of its values; deploy/check_chart.py asks the chart itself."""
-    daemon, launcher = values["dagsterDaemon"], values["runLauncher"]["config"]["k8sRunLauncher"]
+    daemon, launcher = values["dagsterDaemon"], values["runLauncher"]["config"]["customRunLauncher"]
     queue = daemon["runCoordinator"]["config"]["queuedRunCoordinator"]
     monitoring, logs = daemon["runMonitoring"], values["computeLogManager"]["config"]["s3ComputeLogManager"]
     postgres, retention = values["postgresql"], values["retention"]
@@ -54,21 +52,7 @@ def as_the_chart_writes_it(values: dict[str, Any]) -> dict[str, Any]:
     }
     return {
         "storage": {"postgres": {"postgres_db": database}},
-        "run_launcher": {
-            "config": {
-                "job_namespace": NAMESPACE,
-                "service_account_name": values["serviceAccount"]["name"],
-                "instance_config_map": "dagster-instance",
-                "postgres_password_secret": values["global"]["postgresqlSecretName"],
-                "dagster_home": values["global"]["dagsterHome"],
-                "image_pull_policy": launcher["imagePullPolicy"],
-                "env_config_maps": [given["name"] for given in launcher["envConfigMaps"]],
-                "env_secrets": [given["name"] for given in launcher["envSecrets"]],
-                "volumes": launcher["volumes"],
-                "volume_mounts": launcher["volumeMounts"],
-                "run_k8s_config": instance.snake_case(launcher["runK8sConfig"]),
-            }
-        },
+        "run_launcher": launcher,
         "run_queue": instance.snake_case(queue),
         "run_monitoring": instance.snake_case(monitoring),
         "concurrency": instance.snake_case(

@@ -146,6 +146,17 @@ def test_no_secret_of_the_service_reaches_an_engine(jobs: dict[str, objects.Obje
         assert not any(name.kind == "Secret" for name in objects.wanted({"kind": "Container", "spec": engine}))
 
 
+def test_a_run_from_the_page_of_an_asset_has_the_pod_of_its_job(jobs: dict[str, objects.Object]) -> None:
+    """Dagster's own job of all assets has no tags: without ours there would be no tokenizers."""
+    for asset, job in (("request_chunks", "intake"), ("batch_results", "merge")):
+        own, usual = jobs[asset]["spec"]["template"], jobs[job]["spec"]["template"]
+        assert own["metadata"]["labels"]["batch-pipeline/role"] == job
+        assert own["spec"]["containers"][0]["resources"] == usual["spec"]["containers"][0]["resources"]
+    [own] = objects.pods([jobs["request_chunks"]])
+    assert any("persistentVolumeClaim" in volume for volume in own["volumes"])
+    assert "batch-pipeline/role" not in jobs["chunk_results"]["spec"]["template"]["metadata"]["labels"]
+
+
 def test_a_run_is_never_started_again_by_kubernetes_and_does_not_stay(jobs: dict[str, objects.Object]) -> None:
     for job in jobs.values():
         assert job["spec"]["backoffLimit"] == 0
@@ -272,7 +283,7 @@ def test_dagster_plus_makes_the_same_pods() -> None:
     ours = instance.read(DAGSTER)["launcher"]
     theirs = instance.snake_case(CLOUD["container_context"]["k8s"])
     theirs.pop("server_k8s_config")
-    of_the_launcher = {"instance_config_map", "postgres_password_secret", "dagster_home"}
+    of_the_launcher = {"is", "instance_config_map", "postgres_password_secret", "dagster_home"}
     assert theirs == {key: value for key, value in ours.items() if key not in of_the_launcher}
 
 
@@ -305,13 +316,15 @@ def test_whatever_the_helm_values_name_is_there(manifests: list[objects.Object])
 
 
 def test_every_process_has_the_same_environment_and_secrets() -> None:
-    launcher = VALUES["runLauncher"]["config"]["k8sRunLauncher"]
+    launcher = VALUES["runLauncher"]["config"]["customRunLauncher"]["config"]
     code = VALUES["dagster-user-deployments"]["deployments"][0]
-    for part in (VALUES["dagsterWebserver"], VALUES["dagsterDaemon"], code, launcher):
+    assert launcher["env_config_maps"] == ["batch-pipeline-environment"]
+    assert launcher["env_secrets"] == ["batch-pipeline"]
+    for part in (VALUES["dagsterWebserver"], VALUES["dagsterDaemon"], code):
         assert part["envConfigMaps"] == [{"name": "batch-pipeline-environment"}]
         assert part["envSecrets"] == [{"name": "batch-pipeline"}]
         assert part["volumes"] == launcher["volumes"]
-        assert part["volumeMounts"] == launcher["volumeMounts"]
+        assert part["volumeMounts"] == launcher["volume_mounts"]
 
 
 # The image

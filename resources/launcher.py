@@ -1,0 +1,48 @@
+"""Dagster's Kubernetes launcher, which gives a run that was launched from an asset's page the pod of that asset's job.
+
+Such a run (and one of a backfill) belongs to Dagster's own job of all assets, which has no tags: its pod would have no
+weights' tokenizers and too little disk. The daemon and the webserver need our code for it: they run from our image.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dagster import DagsterRun
+from dagster._core.definitions.assets.job.asset_job import IMPLICIT_ASSET_JOB_NAME
+from dagster._utils.tags import normalize_tags
+from dagster_k8s import K8sRunLauncher
+from dagster_k8s.container_context import K8sContainerContext
+from dagster_k8s.job import get_user_defined_k8s_config
+
+from batch_pipeline import settings as configuration
+from batch_pipeline.settings import Settings
+from resources.kubernetes import intake_tags, merge_tags
+
+_TAGS: Mapping[str, Callable[[Settings], Mapping[str, Any]]] = {
+    "request_chunks": intake_tags,
+    "batch_results": merge_tags,
+}
+"""Intake comes first: a run of both needs the tokenizers, and as much disk as the merge."""
+
+
+class PodLauncher(K8sRunLauncher):
+    """K8sRunLauncher, with the pods of intake and merge also for runs of their assets alone."""
+
+    def get_container_context_for_run(self, dagster_run: DagsterRun) -> K8sContainerContext:
+        """Return how the run's pod looks. Raises SettingsError where the configuration cannot be read."""
+        context = super().get_container_context_for_run(dagster_run)
+        tags = tags_of_assets(dagster_run)
+        if tags is None:
+            return context
+        given = get_user_defined_k8s_config(normalize_tags(tags(configuration.load())))
+        return context.merge(K8sContainerContext(run_k8s_config=given))
+
+
+def tags_of_assets(run: DagsterRun) -> Callable[[Settings], Mapping[str, Any]] | None:
+    """Return what makes the tags of the pod that a run of assets needs; None where it has its own or needs none."""
+    if run.job_name != IMPLICIT_ASSET_JOB_NAME:
+        return None
+    chosen = {key.to_user_string() for key in run.asset_selection or ()}
+    return next((tags for asset, tags in _TAGS.items() if asset in chosen), None)
