@@ -105,6 +105,7 @@ def _agree(
 def _give_way(context: dg.SensorEvaluationContext, ledger: Ledger, settings: Settings, look: _Look) -> None:
     """Ask workers to leave. Killed in between, the next tick asks the rest; who was asked twice leaves once."""
     workers = ledger.workers.of_models([capacity.model for capacity in look.capacities])
+    under_way = {record.dagster_run.run_id for records in look.runs.values() for record in records}
     starts: dict[str, list[float]] = {}
     for worker in workers:
         if worker.ready_at is not None:
@@ -122,7 +123,8 @@ def _give_way(context: dg.SensorEvaluationContext, ledger: Ledger, settings: Set
                 is_dedicated=bool(worker.batches),
             )
             for worker in workers
-            if worker.state not in (WorkerState.STOPPED, WorkerState.FAILED)
+            if worker.run_id in under_way
+            and worker.state not in (WorkerState.STOPPED, WorkerState.FAILED)
             and now - worker.seen_at <= settings.worker.lease_seconds
         ],
         gpus=look.gpus,

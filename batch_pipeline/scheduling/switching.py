@@ -126,7 +126,8 @@ class _Plan:
         self._staying.remove(holder)
         self._colleagues[holder.model] -= 1
         self._free += self._gpus(holder.model)
-        self.workers[holder.model] -= 1
+        # One whose run has just ended is not counted any more, and may still be heard of.
+        self.workers[holder.model] = max(self.workers[holder.model] - 1, 0)
         self.asked.append(Departure(worker_id=holder.worker_id, reason=reason))
 
     def _givers(self, backlog: Backlog) -> Iterator[Holder]:

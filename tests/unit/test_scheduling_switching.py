@@ -134,3 +134,10 @@ def test_after_the_departures_the_launches_fit_and_asking_again_asks_nobody_more
     after = [capacity(model, sum(1 for made in left if made.model == model)) for model in counts]
     launched = plan_workers(work, after, gpus, 4)
     assert len(left) + sum(launch.workers for launch in launched) <= max(gpus, len(left))
+
+
+def test_a_worker_whose_run_has_just_ended_may_still_be_heard_of() -> None:
+    """Its run is not counted any more; the plan must not count below nothing."""
+    room = [capacity("a", 0), capacity("b", 0)]
+    asked = ask([backlog("b", 100), backlog("a", 100)], room, [holder("w", "a")], 0)
+    assert names(asked) == ["w"]
