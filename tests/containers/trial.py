@@ -28,7 +28,7 @@ HOME = "/opt/dagster/dagster_home"
 CONFIGURED = "/etc/batch-pipeline"
 REQUESTS = 40
 _START_SECONDS = 120.0
-_BATCH_SECONDS = 300.0
+_BATCH_SECONDS = 900.0
 _STOP_SECONDS = 30
 _LOCKED = (
     *("--network", "host", "--read-only", "--read-only-tmpfs=false", "--tmpfs", "/tmp:rw,mode=1777"),  # noqa: S108
