@@ -12,6 +12,8 @@ from rich.table import Table
 
 from batch_pipeline.cli.app import App, pass_app, print_json
 from batch_pipeline.cli.batches import json_option
+from batch_pipeline.errors import CustomerError, SettingsError
+from batch_pipeline.wire import codes
 
 if TYPE_CHECKING:
     from batch_pipeline.simulate import Report, Workload
@@ -51,7 +53,8 @@ def simulate(
 ) -> None:
     """Run WORKLOAD, a TOML file (see examples/workloads), on paper time, with the service's own policy functions.
 
-    Nothing is run and no service is needed. A day of 10,000 batches and 1,000,000,000 requests takes a minute or two.
+    Nothing is run and no service is needed; a page that is being written when this is killed is not whole. A day of
+    10,000 batches and 1,000,000,000 requests takes a minute or two.
     """
     from batch_pipeline import simulate as simulation
     from batch_pipeline.simulate.page import page
@@ -117,7 +120,11 @@ def plan(app: App, *, workload: Path, target: float, confirm: bool, seed: int | 
 def _read(file: Path, seed: int | None) -> Workload:
     from batch_pipeline.simulate import load
 
-    workload = load(file)
+    try:
+        workload = load(file)
+    except SettingsError as error:
+        # Not the service's configuration, but what was handed in.
+        raise CustomerError(codes.INVALID_OPTION, str(error)) from error
     return workload if seed is None else msgspec.structs.replace(workload, seed=seed)
 
 
