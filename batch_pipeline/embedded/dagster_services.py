@@ -48,6 +48,7 @@ concurrency:
     tag_concurrency_limits:
       - {{key: batch_pipeline/stage, value: intake, limit: {runs_at_once}}}
       - {{key: batch_pipeline/stage, value: merge, limit: {runs_at_once}}}
+      - {{key: batch_pipeline/stage, value: worker, limit: {total_gpus}}}
 run_queue:
   dequeue_interval_seconds: 1
 
@@ -100,6 +101,7 @@ def prepare_home(settings: Settings, home: Path) -> Path:
         + 2 * settings.scheduling.runs_at_once
         + _OTHER_RUNS,
         runs_at_once=settings.scheduling.runs_at_once,
+        total_gpus=settings.scheduling.total_gpus,
         cancel_timeout_seconds=int(settings.worker.grace_seconds) + 60,
     )
     _replace(home / "dagster.yaml", instance)

@@ -240,7 +240,7 @@ def test_the_launcher_may_do_just_what_it_does(manifests: list[objects.Object]) 
 
 def test_only_the_launcher_has_rights(manifests: list[objects.Object]) -> None:
     [binding] = [one for one in manifests if one["kind"] == "RoleBinding"]
-    assert [subject["name"] for subject in binding["subjects"]] == ["batch-pipeline-launcher"]
+    assert [subject["name"] for subject in binding["subjects"]] == ["batch-pipeline-launcher", "batch-pipeline-code"]
     assert VALUES["serviceAccount"] == {"create": False, "name": "batch-pipeline-launcher"}
     assert VALUES["rbacEnabled"] is False
 
@@ -290,9 +290,10 @@ def test_dagster_plus_makes_the_same_pods() -> None:
 def test_dagster_says_what_the_settings_say(settings: Settings) -> None:
     config, _ = dagster_instance_config(str(objects.DEPLOY))
     limits = {limit["value"]: limit["limit"] for limit in config["concurrency"]["runs"]["tag_concurrency_limits"]}
-    assert limits == {"intake": settings.scheduling.runs_at_once, "merge": settings.scheduling.runs_at_once}
+    places = settings.scheduling.runs_at_once
+    assert limits == {"intake": places, "merge": places, "worker": settings.scheduling.total_gpus}
     longest = max(model.kubernetes.start_seconds for model in settings.models.values())
-    assert config["run_monitoring"]["start_timeout_seconds"] >= longest
+    assert config["run_monitoring"]["start_timeout_seconds"] > longest
     slowest = max(model.kubernetes.grace_seconds for model in settings.models.values())
     assert config["run_monitoring"]["cancel_timeout_seconds"] > slowest
 
