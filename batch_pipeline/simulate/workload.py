@@ -168,6 +168,7 @@ def check(workload: Workload) -> list[str]:
         *_above_zero("", workload, "gpus", "hours", "step_seconds", "speed_seconds"),
         *_not_negative("failures.", workload.failures),
     ]
+    problems += [f"{field} is empty" for field in ("models", "customers") if not getattr(workload, field)]
     for name, model in workload.models.items():
         problems += _above_zero(f"models.{name}.", model, *model.__struct_fields__)
         if not MODEL_NAME.fullmatch(name):
