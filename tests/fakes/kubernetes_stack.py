@@ -37,7 +37,8 @@ PROGRAMS = Path(sysconfig.get_path("scripts"))
 NAMESPACE = "default"
 ORCHESTRATOR = "orchestrator:test"
 ENGINE = "engine:test"
-_SECONDS = 120.0
+_SECONDS = 180.0
+_POLL_SECONDS = 0.25
 _CONFIGURATION = """
 [store]
 bucket = "{store.bucket}"
@@ -58,7 +59,7 @@ warm_seconds = 60.0
 grace_seconds = 4.0
 [scheduling]
 total_gpus = 4
-sensor_interval_seconds = 1
+sensor_interval_seconds = 2
 chunks_per_worker = 100
 retry_run_seconds = 1.0
 [embedded]
@@ -150,9 +151,9 @@ class Stack:
         """Wait for a condition; fail with what did not come true."""
         deadline = time.monotonic() + _SECONDS
         while not condition():
-            said = what if isinstance(what, str) else what()
-            assert time.monotonic() < deadline, f"not true in time: {said}"
-            time.sleep(0.1)
+            if time.monotonic() > deadline:
+                raise AssertionError(f"not true in time: {what if isinstance(what, str) else what()}")
+            time.sleep(_POLL_SECONDS)
 
 
 @contextmanager
@@ -259,7 +260,7 @@ def _start_services(stops: ExitStack, folder: Path, home: Path, environment: Map
     deadline = time.monotonic() + _SECONDS
     while not Path(socket).exists():
         assert time.monotonic() < deadline, (folder / "dagster.log").read_text(encoding="utf-8")
-        time.sleep(0.1)
+        time.sleep(_POLL_SECONDS)
     _start(stops, folder, environment, "dagster-daemon", "run", "-w", str(workspace))
 
 

@@ -158,7 +158,7 @@ def test_a_lost_node_keeps_no_place_in_the_pool(service: Stack) -> None:
 @pytest.mark.parametrize(("model", "why"), [("unplaceable", "FailedScheduling"), ("unpullable", "pull image")])
 def test_a_batch_says_why_its_worker_does_not_start(service: Stack, model: str, why: str) -> None:
     (batch,) = [b for b in service.ledger.batches.recent(limit=99) if b.name == model]
-    service.wait(lambda: why in service.reason(batch), lambda: service.reason(batch))
+    service.wait(lambda: why in service.reason(batch), lambda: f"{why} in {service.reason(batch)}")
     assert service.reason(batch).startswith(f"waiting for a worker of {model}: ")
     service.wait(
         lambda: any(run.status is DagsterRunStatus.FAILURE for run in service.runs(model)),

@@ -15,8 +15,8 @@ LEASE = 10.0
 STARTED_AT = 1000.0
 
 
-def record(run_id: str, status: dg.DagsterRunStatus = dg.DagsterRunStatus.STARTED, **tags: str) -> dg.RunRecord:
-    run = dg.DagsterRun(job_name="gpu_worker_m", run_id=run_id, status=status, tags=tags)
+def record(run_id: str, status: dg.DagsterRunStatus = dg.DagsterRunStatus.STARTED, tag: str = "") -> dg.RunRecord:
+    run = dg.DagsterRun(job_name="gpu_worker_m", run_id=run_id, status=status, tags={tag: LOST} if tag else {})
     then = datetime.fromtimestamp(STARTED_AT, UTC)
     return dg.RunRecord(
         storage_id=1, dagster_run=run, create_timestamp=then, update_timestamp=then, start_time=STARTED_AT
@@ -65,7 +65,7 @@ def test_a_run_whose_worker_never_came_is_lost_after_a_while() -> None:
     [
         record("a", dg.DagsterRunStatus.STARTING),
         record("a", dg.DagsterRunStatus.CANCELING),
-        record("a", **{ENDED_TAG: LOST}),
+        record("a", tag=ENDED_TAG),
     ],
 )
 def test_a_run_that_starts_or_is_being_ended_is_not_lost(run: dg.RunRecord) -> None:

@@ -72,7 +72,7 @@ def running(folder: Path, images: dict[str, Image], nodes: Sequence[Node]) -> It
     objects = Objects()
     kubelet = Kubelet(objects, list(nodes), images, folder, UNREACHABLE_SECONDS)
     jobs = Jobs(objects, kubelet)
-    runner = web.AppRunner(Api(objects, jobs, kubelet).app(), access_log=None)
+    runner = web.AppRunner(Api(objects, jobs, kubelet).app(), access_log=None, shutdown_timeout=0.1)
 
     async def serve() -> int:
         await runner.setup()

@@ -1,0 +1,146 @@
+"""The small Kubernetes of the tests behaves as the real one where the service rests on it (see its own words)."""
+
+from __future__ import annotations
+
+import sysconfig
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import kubernetes
+import pytest
+
+from tests.fakes.kubernetes import Cluster, Image, Node, running
+
+NAMESPACE = "default"
+# Each says what happens to it in the journal; "late" takes its time when it is told to end.
+SCRIPT = """
+import signal, sys, time
+def say(word):
+    with open(sys.argv[2], "a") as journal: journal.write(sys.argv[1] + " " + word + chr(10))
+def told(*_):
+    say("told")
+    time.sleep(float(sys.argv[3]))
+    say("ends")
+    sys.exit(0)
+signal.signal(signal.SIGTERM, told)
+say("starts")
+time.sleep(float(sys.argv[4]))
+"""
+
+
+class Client:
+    """The cluster as a client sees it, and the journal of its containers."""
+
+    def __init__(self, cluster: Cluster, folder: Path) -> None:
+        client = kubernetes.config.new_client_from_config(str(cluster.kubeconfig))
+        self.cluster = cluster
+        self.jobs = kubernetes.client.BatchV1Api(client)
+        self.core = kubernetes.client.CoreV1Api(client)
+        self._journal = folder / "journal.txt"
+
+    def container(self, name: str, *, ends_after: float = 600.0, ending: float = 0.0, **more: Any) -> dict[str, Any]:
+        command = ["python", "-c", SCRIPT, name, str(self._journal), str(ending), str(ends_after)]
+        return {"name": name, "image": "python", "command": command, **more}
+
+    def start(self, name: str, *, sidecar: dict[str, Any] | None = None, **main: Any) -> None:
+        gpu = {"resources": {"limits": {"nvidia.com/gpu": "1"}}}
+        pod = {
+            "restartPolicy": "Never",
+            "terminationGracePeriodSeconds": 2,
+            "initContainers": [] if sidecar is None else [sidecar],
+            "containers": [self.container("main", **{**gpu, **main})],
+        }
+        spec = {"backoffLimit": 0, "podReplacementPolicy": "Failed", "template": {"spec": pod}}
+        job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": name}, "spec": spec}
+        self.jobs.create_namespaced_job(NAMESPACE, job)
+
+    def pod(self, job: str) -> Any:
+        (pod,) = self.core.list_namespaced_pod(NAMESPACE, label_selector=f"job-name={job}").items
+        return pod
+
+    def status(self, job: str) -> Any:
+        return self.jobs.read_namespaced_job_status(job, NAMESPACE).status
+
+    def journal(self) -> list[str]:
+        return self._journal.read_text(encoding="utf-8").splitlines() if self._journal.exists() else []
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> Iterator[Client]:
+    image = Image({"PATH": str(Path(sysconfig.get_path("scripts")))})
+    with running(tmp_path, {"python": image}, [Node("a", gpus=1)]) as cluster:
+        yield Client(cluster, tmp_path)
+
+
+def wait(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_sidecar_is_told_to_end_after_the_worker_has_ended_and_a_job_fails_no_sooner(client: Client) -> None:
+    client.start("one", sidecar=client.container("side", restartPolicy="Always"), ending=0.5)
+    wait(lambda: {"main starts", "side starts"} <= {*client.journal()})
+    client.core.delete_namespaced_pod(client.pod("one").metadata.name, NAMESPACE)
+    status = client.status("one")
+    assert (status.active, status.terminating, status.failed, status.succeeded) == (None, 1, None, None)
+    wait(lambda: client.status("one").succeeded == 1)
+    assert client.journal()[2:] == ["main told", "main ends", "side told", "side ends"]
+
+
+def test_who_does_not_end_within_the_grace_is_killed(client: Client) -> None:
+    client.start("slow", ending=600.0)
+    wait(lambda: "main starts" in client.journal())
+    client.core.delete_namespaced_pod(client.pod("slow").metadata.name, NAMESPACE)
+    wait(lambda: client.status("slow").failed == 1)
+    assert client.journal() == ["main starts", "main told"]
+
+
+def test_a_pod_waits_for_a_gpu_and_says_so(client: Client) -> None:
+    client.start("first", ends_after=1.0)
+    wait(lambda: client.pod("first").status.phase == "Running")
+    client.start("second", ends_after=0.0)
+    assert client.pod("second").status.phase == "Pending"
+    name = client.pod("second").metadata.name
+    (event,) = client.core.list_namespaced_event(NAMESPACE, field_selector=f"involvedObject.name={name}").items
+    assert (event.type, event.reason) == ("Warning", "FailedScheduling")
+    wait(lambda: client.status("second").succeeded == 1)
+
+
+def test_a_sidecar_that_ends_is_started_again_and_does_not_hold_up_the_end(client: Client) -> None:
+    client.start("loop", sidecar=client.container("side", restartPolicy="Always", ends_after=0.0), ends_after=1.5)
+    wait(lambda: client.status("loop").succeeded == 1)
+    assert client.journal().count("side starts") >= 2
+    assert client.pod("loop").status.init_container_statuses[0].restart_count >= 1
+
+
+def test_the_pods_of_a_lost_node_seem_to_run_until_it_is_taken_out(client: Client) -> None:
+    client.start("lost")
+    wait(lambda: client.pod("lost").status.phase == "Running")
+    node = client.cluster.lose_node_of(client.pod("lost").metadata.name)
+    assert client.pod("lost").status.phase == "Running"
+    wait(lambda: client.pod("lost").metadata.deletion_timestamp is not None)
+    assert client.status("lost").failed is None
+    client.cluster.remove_node(node)
+    assert client.status("lost").failed == 1
+
+
+def test_a_watch_tells_of_every_change(client: Client) -> None:
+    watch = kubernetes.watch.Watch()
+    seen = []
+    client.start("seen", ends_after=0.0)
+    for event in watch.stream(client.core.list_namespaced_pod, NAMESPACE, timeout_seconds=60):
+        seen.append(event["object"].status.phase)
+        if seen[-1] == "Succeeded":
+            watch.stop()
+    assert seen[-1] == "Succeeded"
+    name = client.pod("seen").metadata.name
+    assert client.core.read_namespaced_pod_log(name, NAMESPACE, _preload_content=False).data == b""
+
+
+def test_a_job_that_kubernetes_would_refuse_is_refused(client: Client) -> None:
+    with pytest.raises(kubernetes.client.ApiException, match="Invalid"):
+        client.start("wrong", sidecar=client.container("side", restartpolicy="Always"))
