@@ -96,21 +96,25 @@ def kubeconfig(folder: Path) -> Path:
     return file
 
 
-def calls_of_the_launcher() -> set[str]:
-    """Return the calls of Kubernetes' API that the launcher's methods come to, by reading dagster-k8s."""
-    [client] = ast.parse(inspect.getsource(DagsterKubernetesClient)).body
-    methods = {node.name: node for node in ast.walk(client) if isinstance(node, ast.FunctionDef)}
-    todo = [name for name in attributes(ast.parse(inspect.getsource(K8sRunLauncher))) if name in methods]
+def calls_of_the_launcher(*only: str) -> set[str]:
+    """Return the calls of Kubernetes' API that the launcher's methods (`only` these) make, as dagster-k8s is written."""
+    launcher, client = (functions(each) for each in (K8sRunLauncher, DagsterKubernetesClient))
+    todo = [used for name in only or launcher for used in attributes(launcher[name]) if used in client]
     seen: set[str] = set()
     calls: set[str] = set()
     while todo:
         name = todo.pop()
         if name not in seen:
             seen.add(name)
-            used = attributes(methods[name])
-            calls |= {each for each in used if "_namespaced_" in each and each not in methods}
-            todo += [each for each in used if each in methods]
+            used = attributes(client[name])
+            calls |= {each for each in used if "_namespaced_" in each and each not in client}
+            todo += [each for each in used if each in client]
     return calls
+
+
+def functions(of: type) -> dict[str, ast.FunctionDef]:
+    """Return the methods of a class, as they are written."""
+    return {node.name: node for node in ast.walk(ast.parse(inspect.getsource(of))) if isinstance(node, ast.FunctionDef)}
 
 
 def attributes(tree: ast.AST) -> set[str]:

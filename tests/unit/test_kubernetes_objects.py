@@ -225,22 +225,23 @@ def test_no_pod_of_ours_may_do_more_than_it_must(manifests: list[objects.Object]
             assert "memory" in container["resources"]["limits"]
 
 
-def test_the_launcher_may_do_just_what_it_does(manifests: list[objects.Object]) -> None:
+def test_who_starts_and_ends_runs_may_do_just_what_that_takes(manifests: list[objects.Object]) -> None:
     """Compared with the calls in dagster-k8s's client that the launcher's methods come to."""
-    [role] = [one for one in manifests if one["kind"] == "Role"]
-    allowed = {
-        (group, resource, verb)
-        for rule in role["rules"]
-        for group in rule["apiGroups"]
-        for resource in rule["resources"]
-        for verb in rule["verbs"]
+    roles = {one["metadata"]["name"]: allowed(one) for one in manifests if one["kind"] == "Role"}
+    assert roles == {
+        "batch-pipeline-launcher": {CALLS[call] for call in calls_of_the_launcher()},
+        # Its sensor asks what keeps a pod from starting, without logs, and terminates runs that never start.
+        "batch-pipeline-code": {
+            CALLS[call]
+            for call in calls_of_the_launcher("terminate", "get_run_worker_debug_info") - {"read_namespaced_pod_log"}
+        },
     }
-    assert allowed == {CALLS[call] for call in calls_of_the_launcher()}
 
 
-def test_only_the_launcher_has_rights(manifests: list[objects.Object]) -> None:
-    [binding] = [one for one in manifests if one["kind"] == "RoleBinding"]
-    assert [subject["name"] for subject in binding["subjects"]] == ["batch-pipeline-launcher", "batch-pipeline-code"]
+def test_nobody_else_has_rights(manifests: list[objects.Object]) -> None:
+    bindings = [one for one in manifests if one["kind"] == "RoleBinding"]
+    bound = {subject["name"]: one["roleRef"]["name"] for one in bindings for subject in one["subjects"]}
+    assert bound == {name: name for name in ("batch-pipeline-launcher", "batch-pipeline-code")}
     assert VALUES["serviceAccount"] == {"create": False, "name": "batch-pipeline-launcher"}
     assert VALUES["rbacEnabled"] is False
 
@@ -389,6 +390,17 @@ CALLS = {
     "read_namespaced_pod_log": ("", "pods/log", "get"),
     "list_namespaced_event": ("", "events", "list"),
 }
+
+
+def allowed(role: objects.Object) -> set[tuple[str, str, str]]:
+    """Return a role's group, resource and verb, each combination that it allows."""
+    return {
+        (group, resource, verb)
+        for rule in role["rules"]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
 
 
 def problems(found: Any) -> list[str]:
