@@ -59,7 +59,7 @@ warm_seconds = 60.0
 grace_seconds = 4.0
 [scheduling]
 total_gpus = 4
-sensor_interval_seconds = 2
+sensor_interval_seconds = 3
 chunks_per_worker = 100
 retry_run_seconds = 1.0
 [embedded]
@@ -240,7 +240,7 @@ def _write_home(home: Path, postgres_port: int, kubeconfig: Path) -> None:
         "kubeconfig_file": str(kubeconfig),
     }
     instance["run_monitoring"] |= {
-        "poll_interval_seconds": 1,
+        "poll_interval_seconds": 2,
         "free_slots_after_run_end_seconds": 1,
         "start_timeout_seconds": 180,
         "cancel_timeout_seconds": 60,
