@@ -97,7 +97,7 @@ def kubeconfig(folder: Path) -> Path:
 
 
 def calls_of_the_launcher(*only: str) -> set[str]:
-    """Return the calls of Kubernetes' API that the launcher's methods (`only` these) make, as dagster-k8s is written."""
+    """Return the calls of Kubernetes' API that the launcher's methods (`only` these) make, from their source."""
     launcher, client = (functions(each) for each in (K8sRunLauncher, DagsterKubernetesClient))
     todo = [used for name in only or launcher for used in attributes(launcher[name]) if used in client]
     seen: set[str] = set()
