@@ -28,7 +28,8 @@ from batch_pipeline.api.services import Services, Shared
 from batch_pipeline.errors import CustomerError, NotAllowedInState
 from batch_pipeline.housekeeping.objects import remove_files
 from batch_pipeline.intake import options
-from batch_pipeline.intake.idempotency import check_same, is_same_content, key_of
+from batch_pipeline.intake.again import RETRY_OF, RETRY_PREFIX
+from batch_pipeline.intake.idempotency import check_same, key_of
 from batch_pipeline.ledger.message_batches import check_ended
 from batch_pipeline.ledger.records import Batch, Door, NewBatch
 from batch_pipeline.models import MESSAGES
@@ -144,6 +145,9 @@ def delete_message_batch(message_batch_id: str, caller: Authenticated, services:
     check_ended(batch)
     kept = services.ledger.now() - services.settings.retention.files_days * 86_400
     remove_files(batch, ledger=services.ledger, store=services.store, answers_before=kept, dry_run=False)
+    if RETRY_OF in batch.metadata and batch.input_file_id is not None:
+        # What was written for this batch alone; a file that its customer has uploaded stays its customer's.
+        _remove_file(batch.input_file_id, caller, services)
     services.ledger.message_batches.delete(caller.customer, batch.batch_id)
     return MessageBatchDeleted(id=shown_id(batch.batch_id))
 
@@ -159,7 +163,18 @@ def message_batch_results(message_batch_id: str, caller: Authenticated, services
     if not batch.status.is_final:
         raise RequestRefused(404, codes.INVALID_REQUEST, "the batch has not ended: it has no results yet")
     so_far = results_so_far(batch, ledger=services.ledger, store=services.store)
+    if not so_far.is_complete:
+        raise NotAllowedInState(
+            "a file of this batch was deleted or has expired, so its results are not whole: /v1/files has what is left"
+        )
     return StreamingResponse(_results(so_far.lines), media_type=_JSONL)
+
+
+def _remove_file(file_id: str, caller: Caller, services: Services) -> None:
+    file = services.ledger.files.find(caller.customer, file_id)
+    if file is not None and file.filename.startswith(RETRY_PREFIX):
+        services.ledger.files.remove(caller.customer, file_id)
+        services.store.delete(file.object_key)
 
 
 def _find(message_batch_id: str, caller: Caller, services: Services) -> Batch:
@@ -244,8 +259,11 @@ def _create(
             actor=_ACTOR,
         )
         if batch.batch_id != batch_id:
-            is_same = batch.endpoint == MESSAGES and is_same_content(batch, received.size, received.sha256)
-            check_same(batch, "this idempotency key", [("list of requests", True, is_same)])
+            compared = (
+                ("endpoint", batch.endpoint, MESSAGES),
+                ("list of requests", batch.sent_sha256, received.sha256),
+            )
+            check_same(batch, "this idempotency key", compared)
     except CustomerError:
         services.store.delete(input_key)
         raise

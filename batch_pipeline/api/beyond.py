@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from typing import Annotated
 
+import msgspec
 from fastapi import APIRouter, Header, Response
 from fastapi.responses import StreamingResponse
 
@@ -17,7 +19,7 @@ from batch_pipeline.api.openai_objects import BatchObject, RetryBatch
 from batch_pipeline.api.services import Services, Shared
 from batch_pipeline.errors import LimitReached, NotFound
 from batch_pipeline.intake import options
-from batch_pipeline.intake.again import RETRY_OF, write_failed_requests
+from batch_pipeline.intake.again import RETRY_OF, RETRY_PREFIX, write_failed_requests
 from batch_pipeline.intake.stored import Source, Wish, made_before, submit_stored
 from batch_pipeline.ledger.records import Batch, Door
 from batch_pipeline.results.archived import manifest_bytes
@@ -36,7 +38,9 @@ _JSONL = "application/jsonl"
     responses={200: {"description": f"Result lines; {COMPLETE_HEADER} says if they are all.", "content": {_JSONL: {}}}},
 )
 def results(batch_id: str, caller: Authenticated, services: Shared) -> StreamingResponse:
-    """Return the results so far: complete chunks only. `X-Results-Complete` is `true` after the batch's end."""
+    """Return the results so far: complete chunks only. `X-Results-Complete` is `true` after the batch's
+    end, unless one of its files was deleted or has expired.
+    """
     batch = services.ledger.batches.get(parameters.known_id("batch", batch_id), customer=caller.customer)
     so_far = results_so_far(batch, ledger=services.ledger, store=services.store)
     headers = {COMPLETE_HEADER: "true" if so_far.is_complete else "false"}
@@ -78,27 +82,35 @@ def retry(
                 caller.customer, source, wish, door=Door.API, ledger=services.ledger, store=services.store
             )
         except LimitReached:
-            services.ledger.files.remove(caller.customer, file_id)
-            services.store.delete(source.object_key)
+            # With a key the file is that of every call with it: one of the others may have made a batch of it.
+            if key is None:
+                services.ledger.files.remove(caller.customer, file_id)
+                services.store.delete(source.object_key)
             raise
     return shown(batch, services)
 
 
 def _wish(old: Batch, body: RetryBatch, services: Services, idempotency_key: str | None) -> Wish:
     window = body.completion_window or old.window_asked or options.format_window(old.window_seconds)
-    given = old.metadata if body.metadata is None else body.metadata
+    chosen = options.choose(
+        services.settings.intake,
+        endpoint=old.endpoint,
+        window=window,
+        on_invalid=old.on_invalid,
+        metadata=_without_link(old.metadata) if body.metadata is None else body.metadata,
+    )
+    # Beside the customer's pairs, of which there may be as many as there may be.
+    linked = {**chosen.metadata, RETRY_OF: old.batch_id}
     return Wish(
-        options.choose(
-            services.settings.intake,
-            endpoint=old.endpoint,
-            window=window,
-            on_invalid=old.on_invalid,
-            metadata={**given, RETRY_OF: old.batch_id},
-        ),
+        msgspec.structs.replace(chosen, metadata=linked),
         window_asked=window.strip(),
         output_expires_seconds=old.output_expires_seconds,
         idempotency_key=idempotency_key,
     )
+
+
+def _without_link(metadata: Mapping[str, str]) -> dict[str, str]:
+    return {key: value for key, value in metadata.items() if key != RETRY_OF}
 
 
 def _write(old: Batch, source: Source, caller: Caller, services: Services) -> None:
@@ -107,7 +119,7 @@ def _write(old: Batch, source: Source, caller: Caller, services: Services) -> No
     services.ledger.files.add(
         str(source.file_id),
         caller.customer,
-        filename=f"retry_of_{old.batch_id}.jsonl",
+        filename=f"{RETRY_PREFIX}{old.batch_id}.jsonl",
         object_key=source.object_key,
         size_bytes=size,
         lifetime_seconds=default_lifetime(services),

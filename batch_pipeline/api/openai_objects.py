@@ -219,6 +219,9 @@ class BatchObject(BaseModel):
     counts: Counts
     customer: Annotated[str, Field(description="Ours: whose it is.")]
     name: Annotated[str, Field(description="Ours: its folder in the outbox.")]
+    input_sha256: Annotated[
+        str | None, Field(description="Ours: the hash of its input; of files that came in parts once it is validated.")
+    ]
     cost: Annotated[float | None, Field(description="Ours: US dollars so far, at the batch price.")]
     as_of: Annotated[float, Field(description="Ours: Unix seconds of what is shown.")]
 
@@ -293,5 +296,6 @@ def batch_object(batch: Batch, document: StatusDocument) -> BatchObject:
             "output_file_id": None if batch.output_key is None else ids.output_file_id(batch.batch_id),
             "error_file_id": None if batch.error_key is None else ids.error_file_id(batch.batch_id),
             "metadata": batch.metadata or None,
+            "input_sha256": batch.sent_sha256 or batch.input_sha256,
         }
     )

@@ -24,10 +24,10 @@ from batch_pipeline.api.openai_objects import (
 from batch_pipeline.api.problems import RequestRefused
 from batch_pipeline.api.receiving import Receiver, receive
 from batch_pipeline.api.services import Services, Shared
-from batch_pipeline.errors import NotAllowedInState
+from batch_pipeline.errors import CustomerError, NotAllowedInState
 from batch_pipeline.ledger.uploads import COMPLETED, PENDING, Part, Upload
 from batch_pipeline.settings import limited
-from batch_pipeline.store import keys
+from batch_pipeline.store import ObjectMissing, keys
 from batch_pipeline.wire import codes
 
 router = APIRouter(prefix="/v1/uploads", tags=["OpenAI: uploads"])
@@ -94,7 +94,13 @@ def complete_upload(upload_id: str, body: CompleteUpload, caller: Authenticated,
     """
     upload = services.ledger.uploads.get(caller.customer, parameters.known_id("upload", upload_id))
     if upload.status == PENDING:
-        upload = _complete(upload, body, caller, services)
+        try:
+            upload = _complete(upload, body, caller, services)
+        except ObjectMissing:
+            # Its parts went while they were put together: another call has completed it, or cancelled it.
+            upload = services.ledger.uploads.get(caller.customer, upload_id)
+            if upload.status == PENDING:
+                raise
     if upload.status != COMPLETED or upload.file_id is None:
         raise NotAllowedInState(f"upload {upload_id} is {upload.status}: begin a new one")
     return upload_object(upload, services.ledger.files.get(caller.customer, upload.file_id))
@@ -140,7 +146,11 @@ def _complete(upload: Upload, body: CompleteUpload, caller: Caller, services: Se
                 400, codes.INVALID_REQUEST, f"md5: the parts together have {digest.hexdigest()}", param="md5"
             )
     lifetime = upload.file_expires_seconds or default_lifetime(services)
-    completed = services.ledger.uploads.complete(caller.customer, upload.upload_id, file_id, key, lifetime)
+    try:
+        completed = services.ledger.uploads.complete(caller.customer, upload.upload_id, file_id, key, lifetime)
+    except CustomerError:
+        services.store.delete(key)
+        raise
     if completed.file_id != file_id:
         services.store.delete(key)
     _remove_parts(services, caller, upload.upload_id)

@@ -117,7 +117,7 @@ class Deliverer:
         timeout = aiohttp.ClientTimeout(total=self._settings.timeout_seconds)
         agent = {"User-Agent": "batch-pipeline"}
         async with aiohttp.ClientSession(
-            connector=connector, timeout=timeout, headers=agent, trust_env=False
+            connector=connector, timeout=timeout, headers=agent, trust_env=False, cookie_jar=aiohttp.DummyCookieJar()
         ) as session:
             yield session
 
@@ -170,6 +170,9 @@ class Deliverer:
             return 0, f"no answer within {self._settings.timeout_seconds:g} seconds"
         except aiohttp.ClientConnectorError as error:
             return 0, f"{type(error.os_error).__name__}: {error.os_error}"
+        except aiohttp.ClientResponseError:
+            # Its words may hold bytes of the answer, of which nothing is kept.
+            return 0, "the answer is no HTTP"
         except (aiohttp.ClientError, OSError, ValueError) as error:
             return 0, f"{type(error).__name__}: {error}"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from batch_pipeline.results.status import StatusDocument
 from batch_pipeline.wire import codes
 
 _POLL_SECONDS = 1.0
+_PATIENCE_SECONDS = 900.0
+"""How long a service that is watched may be away."""
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
@@ -145,12 +148,30 @@ def _opened(file: str, app: App) -> AbstractContextManager[Path]:
 
 def _watch(app: App, batch_id: str, as_json: bool) -> int:
     with progress(app.console if not as_json else app.error_console) as show:
-        document = follow(lambda: app.door.document(batch_id), show, _POLL_SECONDS)
+        document = follow(lambda: _document(app, batch_id), show, _POLL_SECONDS)
     if as_json:
         print_json(document)
     else:
         _show(app, document)
     return 0 if document.status == BatchStatus.COMPLETED else 1
+
+
+def _document(app: App, batch_id: str) -> StatusDocument:
+    """Return where a batch is; wait for a service that is away: the batch goes on meanwhile."""
+    from batch_pipeline.cli.remote import ServiceUnavailable
+
+    given_up_at = time.monotonic() + _PATIENCE_SECONDS
+    is_said = False
+    while True:
+        try:
+            return app.door.document(batch_id)
+        except ServiceUnavailable as error:
+            if time.monotonic() >= given_up_at:
+                raise
+            if not is_said:
+                click.echo(f"{error}; waiting for it", err=True)
+                is_said = True
+            time.sleep(_POLL_SECONDS)
 
 
 def _show(app: App, document: StatusDocument) -> None:

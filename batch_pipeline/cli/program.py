@@ -51,9 +51,13 @@ from batch_pipeline.plain import printable
 @click.pass_context
 def commands(context: click.Context, config: Path | None, url: str | None) -> None:
     """Batch inference: files of LLM requests in, exactly one result per request out."""
-    said_here = context.get_parameter_source("url") is ParameterSource.COMMANDLINE
-    if url and said_here and context.invoked_subcommand not in {command.name for command in batches.COMMANDS}:
-        raise click.UsageError(f"--url: {context.invoked_subcommand} does not go over HTTP; leave it out")
+    invoked = context.invoked_subcommand
+    if url and invoked not in {command.name for command in batches.COMMANDS}:
+        if context.get_parameter_source("url") is ParameterSource.COMMANDLINE:
+            raise click.UsageError(f"--url: {invoked} does not go over HTTP; leave it out")
+        if invoked in {command.name for command in (*proofs.COMMANDS, *billing.COMMANDS)}:
+            # It would look for the batch in a ledger that is here by chance.
+            raise click.UsageError(f"{URL_VARIABLE} is set, and {invoked} does not go over HTTP; unset it")
     app = App(config, url or None)
     context.obj = app
     context.call_on_close(app.close)

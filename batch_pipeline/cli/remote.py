@@ -13,7 +13,7 @@ import msgspec
 
 from batch_pipeline.cli.doors import Submission
 from batch_pipeline.errors import BatchPipelineError, CustomerError, NotFound
-from batch_pipeline.intake.submission import file_sha256
+from batch_pipeline.intake.submission import check_is_file, file_sha256
 from batch_pipeline.ledger.records import BatchStatus
 from batch_pipeline.results import collect
 from batch_pipeline.results.status import ERRORS, OUTPUT, StatusDocument
@@ -36,9 +36,14 @@ class Remote:
 
     def __init__(self, url: str, key: str) -> None:
         self._url = url.rstrip("/").removesuffix("/v1")
-        self._client = httpx.Client(
-            base_url=self._url, headers={"Authorization": f"Bearer {key}"}, timeout=_TIMEOUT, follow_redirects=False
-        )
+        if not key.isascii() or not key.isprintable():
+            raise CustomerError(codes.INVALID_OPTION, "the key is none: it has letters, digits, '-' and '_' only")
+        try:
+            self._client = httpx.Client(
+                base_url=self._url, headers={"Authorization": f"Bearer {key}"}, timeout=_TIMEOUT, follow_redirects=False
+            )
+        except httpx.InvalidURL as error:
+            raise CustomerError(codes.INVALID_OPTION, f"--url: {url} is no address: {error}") from error
 
     def close(self) -> None:
         """Close the connections."""
@@ -51,6 +56,7 @@ class Remote:
         """
         if wanted.customer is not None:
             raise CustomerError(codes.INVALID_OPTION, "--customer: with --url the key says whose batch it is")
+        check_is_file(wanted.file)
         before = self._made_before(wanted)
         file_id = self._upload(wanted) if before is None else before["input_file_id"]
         body = {
@@ -75,7 +81,7 @@ class Remote:
             return str(self._json("POST", "/v1/files", data={"purpose": "batch"}, files=form, retry=False)["id"])
 
     def _made_before(self, wanted: Submission) -> dict[str, Any] | None:
-        """Return the batch that the idempotency key has made, of a file that is not seen to be another one.
+        """Return the batch that the idempotency key has made, of the same file.
 
         The service compares the rest, when the creation is asked for once more. Raises CustomerError.
         """
@@ -85,17 +91,7 @@ class Remote:
         if not found:
             return None
         batch: dict[str, Any] = found[0]
-        try:
-            file = self._json("GET", f"/v1/files/{batch['input_file_id']}")
-        except CustomerError as error:
-            if error.code != "not_found":
-                raise
-            # Deleted, or expired: there is nothing to compare.
-            return batch
-        is_same = file["bytes"] == wanted.file.stat().st_size
-        if file["sha256"] is not None:
-            is_same = is_same and file["sha256"] == file_sha256(wanted.file)
-        if not is_same:
+        if batch["input_sha256"] != file_sha256(wanted.file):
             raise CustomerError(
                 codes.INVALID_OPTION,
                 f"the idempotency key has made {batch['id']} with another file: use a new key",
@@ -163,6 +159,8 @@ class Remote:
         """Return the answer. What is refused for the moment is asked again a few times, where that may be repeated."""
         for tries in itertools.count(1):
             again = retry and tries < _TRIES
+            # What was refused for its rate was not begun.
+            again_later = tries < _TRIES
             try:
                 response = self._client.request(method, path, **request)
             except httpx.HTTPError as error:
@@ -174,7 +172,7 @@ class Remote:
                 continue
             if not response.is_error:
                 return response
-            if not again or not _is_passing(response):
+            if not (again_later if response.status_code == 429 else again) or not _is_passing(response):
                 raise _refusal(response)
             time.sleep(_pause(response, tries))
         raise AssertionError("the loop ends by itself")

@@ -20,6 +20,8 @@ from batch_pipeline.wire import codes
 
 RETRY_OF = "retry_of"
 """The pair of the new batch's metadata that names the old one."""
+RETRY_PREFIX = "retry_of_"
+"""How the names of such files begin."""
 
 
 class _Error(msgspec.Struct):

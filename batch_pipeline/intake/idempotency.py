@@ -19,13 +19,6 @@ def key_of(door: Door, customer: str, idempotency_key: str | None, batch_id: str
     return f"{door}:{batch_id}" if idempotency_key is None else creation_key(door, customer, idempotency_key)
 
 
-def is_same_content(batch: Batch, size: int, sha256: str | None) -> bool:
-    """Return whether a batch was made of these bytes, as far as that was recorded: batches of older releases, and those
-    of files that came in parts, have no hash.
-    """
-    return batch.input_bytes == size and (sha256 is None or batch.sent_sha256 in (None, sha256))
-
-
 def check_same(batch: Batch, named: str, compared: Iterable[tuple[str, object, object]]) -> None:
     """Raise CustomerError where the batch of an idempotency key was made from something else.
 

@@ -20,7 +20,7 @@ from typing import BinaryIO, NamedTuple
 from batch_pipeline import ids
 from batch_pipeline import settings as configuration
 from batch_pipeline.errors import CustomerError, LimitReached
-from batch_pipeline.intake.idempotency import check_same, creation_key, is_same_content, key_of
+from batch_pipeline.intake.idempotency import check_same, creation_key, key_of
 from batch_pipeline.intake.options import Options
 from batch_pipeline.ledger import Ledger
 from batch_pipeline.ledger.records import Batch, Door, NewBatch
@@ -100,7 +100,7 @@ def submit(
         if not is_new:
             store.delete(input_key)
     if not is_new:
-        _check_same(batch, size, sha256, options, str(idempotency_key))
+        _check_same(batch, sha256, options, str(idempotency_key))
     outbox.publish_status(batch.batch_id, ledger=ledger, store=store, settings=settings)
     return Submitted(batch, is_new)
 
@@ -127,14 +127,19 @@ def check(file: Path, customer: str, name: str, intake: configuration.Intake, le
             f"name {name!r}: 1 to 200 letters, digits, '.', '_' and '-', starting with a letter or digit and not "
             "ending with a dot",
         )
-    if not file.is_file():
-        kind = "is a folder" if file.is_dir() else "does not exist" if not file.exists() else "is not a regular file"
-        raise CustomerError(codes.INVALID_NAME, f"{file} {kind}: name a file of requests, one JSON object a line")
+    check_is_file(file)
     size = file.stat().st_size
     limits = configuration.limited(intake, ledger.customers.limits_of(customer))
     if size > limits.max_file_bytes:
         raise CustomerError(codes.FILE_TOO_LARGE, f"{file} has {size} bytes; at most {limits.max_file_bytes} are taken")
     return size
+
+
+def check_is_file(file: Path) -> None:
+    """Raise CustomerError where there is no file of that name."""
+    if not file.is_file():
+        kind = "is a folder" if file.is_dir() else "does not exist" if not file.exists() else "is not a regular file"
+        raise CustomerError(codes.INVALID_NAME, f"{file} {kind}: name a file of requests, one JSON object a line")
 
 
 @contextmanager
@@ -159,10 +164,10 @@ def file_sha256(file: Path) -> str:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
-def _check_same(batch: Batch, size: int, sha256: str | None, options: Options, idempotency_key: str) -> None:
+def _check_same(batch: Batch, sha256: str | None, options: Options, idempotency_key: str) -> None:
     """Raise CustomerError where the batch of an idempotency key was made from something else."""
     compared = (
-        ("file", True, is_same_content(batch, size, sha256)),
+        ("file", batch.sent_sha256, sha256),
         ("endpoint", batch.endpoint, options.endpoint),
         ("completion window", batch.window_seconds, options.window_seconds),
         ("on-invalid", batch.on_invalid, options.on_invalid),

@@ -41,11 +41,6 @@ _STRICT = LineError(
     "Mend them, or submit with on-invalid skip, which runs the good lines.",
 )
 
-_OVER_QUOTA = LineError(
-    codes.TOKEN_LIMIT_EXCEEDED,
-    "Not run: the batch would have had more enqueued tokens than its customer may have; its errors have the figures.",
-)
-
 
 @dataclass(frozen=True)
 class Contribution:
@@ -111,8 +106,8 @@ def of_stopped(batch: Batch, chunk: Chunk, store: ObjectStore) -> Contribution:
 
 def _why_failed(batch: Batch) -> LineError:
     """Return why a valid request of a batch that failed as a whole was not run."""
-    is_over = any(error.code == codes.TOKEN_LIMIT_EXCEEDED for error in batch.errors)
-    return _OVER_QUOTA if is_over else _STRICT
+    over = [error.message for error in batch.errors if error.code == codes.TOKEN_LIMIT_EXCEEDED]
+    return LineError(codes.TOKEN_LIMIT_EXCEEDED, f"Not run: {' '.join(over)}") if over else _STRICT
 
 
 def committed_bytes(chunk: Chunk, store: ObjectStore) -> bytes:

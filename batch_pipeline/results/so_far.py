@@ -19,7 +19,7 @@ from batch_pipeline.store import ObjectStore
 
 
 class SoFar(NamedTuple):
-    """The lines, and whether they are all that there will be."""
+    """The lines, and whether they are all that there are of the batch."""
 
     lines: Iterator[bytes]
     """In pieces that need not end with a line."""
@@ -36,7 +36,7 @@ def results_so_far(batch: Batch, *, ledger: Ledger, store: ObjectStore) -> SoFar
     if batch.status.is_final:
         files = ((batch.output_key, ids.output_file_id), (batch.error_key, ids.error_file_id))
         kept = [key for key, name in files if key is not None and _is_there(batch, name(batch.batch_id), ledger)]
-        return SoFar(_objects(kept, store), is_complete=True)
+        return SoFar(_objects(kept, store), is_complete=len(kept) == sum(key is not None for key, _ in files))
     committed = [
         chunk.result.result_key
         for chunk in chunks_of(batch.batch_id, ledger)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import hmac
+import re
 import secrets
 from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
 from urllib.parse import urlsplit
@@ -18,6 +19,8 @@ import msgspec
 SECRET_MARK = "whsec_"  # noqa: S105
 MOST_URL_CHARACTERS = 2000
 _SECRET_BYTES = 32
+_LIKE_AN_ADDRESS = re.compile(r"(0x[0-9a-f]*|[0-9]+)(\.(0x[0-9a-f]*|[0-9]+))*\.?")
+"""Hosts that systems take for an IPv4 address: hexadecimal, octal, with fewer than four numbers."""
 _NAT64 = IPv6Network("64:ff9b::/96")
 """Addresses that a gateway translates into those of IPv4 (RFC 6052)."""
 
@@ -79,9 +82,17 @@ def url_problem(url: str, *, allow_private: bool) -> str | None:
         return "write it as https://HOST/PATH"
     if "@" in parts.netloc or parts.fragment:
         return "no user, password or #fragment can be in it"
+    return _host_problem(host, allow_private=allow_private)
+
+
+def _host_problem(host: str, *, allow_private: bool) -> str | None:
     literal = _literal(host)
     if literal is not None and not allow_private and not is_public(literal):
         return f"{host} is no public address"
+    if literal is None and "" in host.removesuffix(".").split("."):
+        return f"{host} is no name of a host"
+    if literal is None and _LIKE_AN_ADDRESS.fullmatch(host):
+        return f"{host}: write an address in full, as four numbers"
     return None
 
 

@@ -27,7 +27,7 @@ from batch_pipeline.ledger.records import HeartbeatReply, LeaseRef, Standing, Wo
 from batch_pipeline.settings import Settings
 from batch_pipeline.store import ObjectStore
 from batch_pipeline.worker import signals
-from batch_pipeline.worker.chunk import HeldChunk
+from batch_pipeline.worker.chunk import HeldChunk, Phase
 from batch_pipeline.worker.holdings import Holdings
 from batch_pipeline.worker.outages import OUTAGES, GivenUp, Outages, is_outage, was_set
 from batch_pipeline.worker.report import Ended, WorkerReport
@@ -322,6 +322,9 @@ class Worker:
         for ref, standing in reply.standings.items():
             chunk = self._holdings.get(ref)
             if chunk is None:
+                continue
+            if standing is Standing.LOST and chunk.phase is Phase.COMMITTING:
+                # Its commit tells, and may have ended the lease between this question and its answer.
                 continue
             if standing is Standing.LOST:
                 await self._holdings.lose(chunk, "the ledger says so")

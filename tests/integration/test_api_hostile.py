@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from typing import Any
 
@@ -10,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from batch_pipeline.api import serving
+from batch_pipeline.api import openai_uploads, serving
 from batch_pipeline.ledger import Ledger
 from batch_pipeline.settings import Settings
 from batch_pipeline.store import ObjectStore
@@ -35,8 +36,10 @@ def test_results_are_not_given_out_once_their_file_was_deleted(
     address = f"{served.url}/v1/batches/{batch.id}/results"
     assert len(httpx.get(address, headers=headers).content.splitlines()) == 2
     client.files.delete(str(client.batches.retrieve(batch.id).output_file_id))
-    (left,) = httpx.get(address, headers=headers).content.splitlines()
+    answer = httpx.get(address, headers=headers)
+    (left,) = answer.content.splitlines()
     assert b"invalid_json_line" in left
+    assert answer.headers["X-Results-Complete"] == "false"
 
 
 def test_a_cancelled_batch_makes_room_for_another_at_once(client: openai.OpenAI, ledger: Ledger) -> None:
@@ -188,6 +191,77 @@ def test_a_completed_upload_that_is_cancelled_is_told_what_it_is(client: openai.
         client.uploads.cancel(begun.id)
 
 
+def test_a_retry_of_a_batch_with_all_the_metadata_it_may_have_is_made(client: openai.OpenAI, run: Run) -> None:
+    pairs = {f"key{number}": "value" for number in range(16)}
+    batch = create(client, line("a", prompt="[[400]]"), metadata=pairs)
+    run(batch.id)
+    for _ in range(2):  # also of a retry
+        made = client.post(f"/batches/{batch.id}/retry", cast_to=openai.types.Batch)
+        assert made.metadata == {**pairs, "retry_of": batch.id}
+        run(made.id)
+        batch = made
+
+
+def test_retries_over_the_limit_say_so_and_take_no_file_from_one_another(
+    client: openai.OpenAI, run: Run, ledger: Ledger
+) -> None:
+    batch = create(client, line("a", prompt="[[400]]"))
+    run(batch.id)
+    ledger.customers.set("acme", limits={"max_open_batches": 1})
+    blocking = create(client, line("b"))
+    headers = {"Idempotency-Key": "again"}
+    for _ in range(2):
+        with pytest.raises(openai.RateLimitError):
+            client.post(f"/batches/{batch.id}/retry", cast_to=openai.types.Batch, options={"headers": headers})
+    client.batches.cancel(blocking.id)
+    made = [
+        client.post(f"/batches/{batch.id}/retry", cast_to=openai.types.Batch, options={"headers": headers}).id
+        for _ in range(2)
+    ]
+    assert made[0] == made[1]
+
+
+def test_an_upload_whose_parts_go_while_it_is_completed_is_what_it_has_become(
+    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = client.uploads.create(
+        bytes=len(line("a")), filename="a.jsonl", mime_type="application/jsonl", purpose="batch"
+    )
+    part = client.uploads.parts.create(begun.id, data=line("a"))
+    untouched = openai_uploads._complete
+
+    def cancelled_meanwhile(*given: Any) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(openai_uploads, "_complete", untouched)
+            assert client.uploads.cancel(begun.id).status == "cancelled"
+        return untouched(*given)
+
+    monkeypatch.setattr(openai_uploads, "_complete", cancelled_meanwhile)
+    with pytest.raises(openai.BadRequestError, match="cancelled: begin a new one"):
+        client.uploads.complete(begun.id, part_ids=[part.id])
+
+
+def test_a_key_of_another_kind_of_batch_makes_no_message_batch(client: openai.OpenAI, served: service.Running) -> None:
+    entry: Any = {"custom_id": "a", "params": {"model": MODEL, "max_tokens": 4, "messages": [_HELLO]}}
+    headers = {"Idempotency-Key": "k"}
+    sent = json.dumps(entry).encode()
+    begun = client.uploads.create(bytes=len(sent), filename="a.jsonl", mime_type="application/jsonl", purpose="batch")
+    part = client.uploads.parts.create(begun.id, data=sent)
+    file = client.uploads.complete(begun.id, part_ids=[part.id]).file
+    assert file is not None
+    client.batches.create(
+        input_file_id=file.id,
+        endpoint="/v1/messages",
+        completion_window="24h",
+        extra_headers=headers,
+    )
+    with (
+        anthropic.Anthropic(base_url=served.url, api_key=client.api_key, max_retries=0) as messages,
+        pytest.raises(anthropic.BadRequestError, match="another list of requests"),
+    ):
+        messages.messages.batches.create(requests=[entry], extra_headers=headers)
+
+
 def test_the_anthropic_door_speaks_of_its_own_ids_and_of_deletions(
     client: openai.OpenAI, served: service.Running, run: Run
 ) -> None:
@@ -202,7 +276,8 @@ def test_the_anthropic_door_speaks_of_its_own_ids_and_of_deletions(
         assert len(list(batches.results(made.id))) == 1
         # A file that was deleted by the other door is not given out by this one.
         client.files.delete(str(client.batches.retrieve(batch_id).output_file_id))
-        assert list(batches.results(made.id)) == []
+        with pytest.raises(anthropic.BadRequestError, match="not whole"):
+            list(batches.results(made.id))
         batches.delete(made.id)
         with pytest.raises(openai.BadRequestError, match="was deleted by its customer"):
             client.post(f"/batches/{batch_id}/retry", cast_to=dict[str, object])

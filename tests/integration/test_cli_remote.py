@@ -79,6 +79,32 @@ def test_the_same_idempotency_key_gives_the_same_batch_only_for_the_same_file(
     assert len(client.batches.list().data) == len(client.files.list().data) == 1
 
 
+def test_a_key_tells_another_file_also_once_the_first_one_is_deleted(
+    cli: Cli, file: Path, capsys: pytest.CaptureFixture[str], client: openai.OpenAI
+) -> None:
+    assert cli("submit", file, "--idempotency-key", "k1") == 0
+    first = capsys.readouterr().out
+    (uploaded,) = client.files.list().data
+    client.files.delete(uploaded.id)
+    assert cli("submit", file, "--idempotency-key", "k1") == 0
+    assert capsys.readouterr().out == first
+    file.write_bytes(line("other"))
+    assert cli("submit", file, "--idempotency-key", "k1") == 1
+    assert "with another file" in capsys.readouterr().err
+
+
+def test_what_is_no_file_or_no_address_is_one_clear_line(
+    cli: Cli, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, file: Path
+) -> None:
+    assert cli("submit", tmp_path / "missing.jsonl") == 1
+    assert "does not exist: name a file of requests" in capsys.readouterr().err
+    assert cli("--url", "http://[::1", "submit", file) == 1
+    assert "is no address" in capsys.readouterr().err
+    monkeypatch.setenv("BATCH_PIPELINE_URL", "http://127.0.0.1:1")
+    assert cli("verify", "batch_x") == 2
+    assert "BATCH_PIPELINE_URL is set, and verify does not go over HTTP" in capsys.readouterr().err
+
+
 def test_batches_are_listed_and_cancelled(cli: Cli, client: openai.OpenAI, capsys: pytest.CaptureFixture[str]) -> None:
     made = [create(client, line("a")).id for _ in range(3)]
     assert cli("cancel", made[1]) == 0

@@ -13,7 +13,8 @@ from sqlalchemy.exc import OperationalError
 
 from batch_pipeline import settings as configuration
 from batch_pipeline.ledger import Ledger
-from batch_pipeline.ledger.records import BatchStatus
+from batch_pipeline.ledger.records import BatchStatus, WorkerState
+from batch_pipeline.results.status import current_status
 from batch_pipeline.settings import CONFIG_VARIABLE
 from batch_pipeline.store import ObjectStore
 from tests.fakes.code_location import CodeLocation
@@ -256,6 +257,31 @@ def test_no_worker_is_launched_without_backlog_nor_beyond_the_pool(
     _drop(parts[1], _line("a"))
     (intake,) = location.tick("drop_folder")
     location.execute(intake)
+    assert len(location.tick("gpu_workers")) == 1
+
+
+def test_workers_are_asked_to_leave_when_live_traffic_needs_their_gpus_and_none_is_launched(
+    location: CodeLocation, parts: tuple[Ledger, ObjectStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger, store = parts
+    _drop(store, _line("a"))
+    (intake,) = location.tick("drop_folder")
+    location.execute(intake)
+    job = location.definitions.resolve_job_def("gpu_worker_smollm2_135m")
+    run = location.instance.create_run_for_job(job, status=dg.DagsterRunStatus.STARTED)
+    ledger.workers.register("w1", "smollm2-135m", run.run_id, "here")
+    ledger.workers.set_state("w1", WorkerState.READY)
+    assert location.tick("gpu_workers") == []
+    assert not ledger.workers.heartbeat("w1").leave
+    monkeypatch.setenv("BATCH_PIPELINE__LIVE__SCHEDULE", '[{hours = "00:00-24:00", gpus = 1}]')
+    at_day = CodeLocation(configuration.load(), location.instance)
+    assert at_day.tick("gpu_workers") == []
+    assert ledger.workers.heartbeat("w1").leave
+    location.instance.report_run_canceled(run)
+    ledger.workers.set_state("w1", WorkerState.STOPPED)
+    assert at_day.tick("gpu_workers") == []
+    waiting = current_status(str(intake.partition_key), ledger=ledger, settings=location.settings)
+    assert "live traffic needs 1 of 1 GPUs" in str(waiting.reason)
     assert len(location.tick("gpu_workers")) == 1
 
 
