@@ -7,7 +7,7 @@ from decimal import Decimal, localcontext
 
 import msgspec
 
-from batch_pipeline.pods import Kubernetes as Kubernetes
+from batch_pipeline.pods import Kubernetes
 
 MESSAGES = "/v1/messages"
 """Anthropic's endpoint, which vLLM serves beside those of OpenAI."""

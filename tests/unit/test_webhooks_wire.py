@@ -36,7 +36,15 @@ def test_addresses_of_the_inside_are_not_public_in_whatever_dress(address: str) 
         *("https://user@example.com/", "https://user:word@example.com/", "https://example.com/#part"),
         *("https://example.com:port/", "https://[::1/", "https://exa mple.com/", "https://exämple.com/"),
         *("https://127.0.0.1/", "https://[::1]/", "https://10.0.0.1:8443/x", "https://[::ffff:10.0.0.1]/"),
-        *("https://127.1/", "https://0/", "https://a..b/", "https://2130706433/", "https://0x7f.1/", "https://0177.0.0.1/", "https://127.0.0.1./"),
+        *(
+            "https://127.1/",
+            "https://0/",
+            "https://a..b/",
+            "https://2130706433/",
+            "https://0x7f.1/",
+            "https://0177.0.0.1/",
+            "https://127.0.0.1./",
+        ),
         f"https://example.com/{'x' * 2000}",
     ],
 )
