@@ -1,6 +1,6 @@
 """What live traffic feels of batch work on the same engine, and what batch work keeps: the real vLLM, on this machine.
 
-    python -m benchmarks.live_traffic [--seconds 45] [--in-flight 64] [--model var/models/smollm2-135m]
+    python -m benchmarks.live_traffic [--seconds 45] [--in-flight 32] [--model var/models/smollm2-135m]
 
 One engine, started with `--scheduling-policy priority`, in one run: live requests alone, with a flood of batch
 requests, with a flood whose requests have a lower priority, with the governor, and alone once more (what the machine
@@ -17,6 +17,7 @@ import math
 import platform
 import random
 import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -40,10 +41,10 @@ from batch_pipeline.worker import Worker
 from batch_pipeline.worker.runner import Runner
 from tests.fakes.batches import MODEL, make_batch
 
-BATCH_OUTPUT, LIVE_OUTPUT = 48, 8
-"""Tokens of each answer; batch prompts have some 200 tokens, live ones some 30."""
+BATCH_OUTPUT, LIVE_OUTPUT = 32, 8
+"""Tokens of each answer; batch prompts have some 80 tokens, live ones some 30."""
 CHUNK, CHUNKS = 200, 8
-RAMP_SECONDS = 20.0
+RAMP_SECONDS = 30.0
 WORDS = ("the", "of", "and", "to", "in", "is", "that", "for", "it", "as", "was", "with", "be", "by", "on", "not")
 
 
@@ -63,7 +64,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=45.0, help="of each window")
     parser.add_argument("--every", type=float, default=1.0, help="seconds between two live requests")
-    parser.add_argument("--in-flight", type=int, default=64, help="the model's max_in_flight")
+    parser.add_argument("--in-flight", type=int, default=32, help="the model's max_in_flight")
     parser.add_argument("--kv-cache-gib", default="1")
     parser.add_argument("--model", type=Path, default=Path("var/models/smollm2-135m"))
     parser.add_argument("--budget", type=float, help="seconds; default: three times the median of live requests alone")
@@ -91,7 +92,9 @@ async def measure(
         alone = Phase("live requests alone", await live(engine.url, options.seconds, options.every), [], 0.0)
         budget = options.budget or math.ceil(30 * statistics.median(alone.ttft_seconds)) / 10
         attached = msgspec.structs.replace(model, engine_url=engine.url)
-        unlimited = Shared(live_traffic=True, live_ttft_budget_seconds=1e6, kv_cache_mark=1.0)
+        unlimited = Shared(
+            live_traffic=True, live_ttft_budget_seconds=1e6, kv_cache_mark=1.0, least_in_flight=options.in_flight
+        )
         governed = Shared(live_traffic=True, live_ttft_budget_seconds=budget)
         phases = [alone]
         for name, shared in (
@@ -105,6 +108,7 @@ async def measure(
                 models={MODEL: msgspec.structs.replace(attached, shared=shared)},
             )
             phases.append(await with_batch(name, settings, engine.url, folder, options))
+            print(msgspec.json.encode(phases[-1]).decode(), file=sys.stderr, flush=True)
         again = await live(engine.url, options.seconds, options.every)
         phases.append(Phase("live requests alone, once more", again, [], 0.0))
         return phases, budget
@@ -189,11 +193,11 @@ def request(index: int) -> ChunkRequest:
     chosen = random.Random(index)
     body = {
         "model": MODEL,
-        "messages": [{"role": "user", "content": prompt(chosen, 190)}],
+        "messages": [{"role": "user", "content": prompt(chosen, 50)}],
         "max_tokens": BATCH_OUTPUT,
         "ignore_eos": True,
     }
-    return ChunkRequest(index, f"request-{index}", msgspec.json.encode(body), 200, BATCH_OUTPUT)
+    return ChunkRequest(index, f"request-{index}", msgspec.json.encode(body), 80, BATCH_OUTPUT)
 
 
 def prompt(chosen: random.Random, words: int) -> str:
@@ -218,7 +222,7 @@ def print_table(phases: list[Phase], budget: float, options: argparse.Namespace)
         looks = kept = "-"
         if phase.in_flight:
             looks = f"{statistics.mean(phase.in_flight):.0f} ({min(phase.in_flight)} to {max(phase.in_flight)})"
-            kept = f"{phase.tokens_a_second:.0f} ({phase.tokens_a_second / flood:.0%})"
+            kept = f"{phase.tokens_a_second:.0f} ({phase.tokens_a_second / flood:.0%})" if flood else "-"
         print(
             f"| {phase.name} | {len(times)} | {statistics.median(times):.2f} / {p95:.2f} / {times[-1]:.2f} s "
             f"| {looks} | {kept} |",
