@@ -114,7 +114,7 @@ def _metadata(batch: Batch, proof: Proof, parts: Parts) -> dict[str, Any]:
     return {
         **progress_metadata(shown),
         "dagster/partition_row_count": batch.completed,
-        "seconds_in_all": (batch.ended_at or batch.created_at) - batch.created_at,
+        "seconds_in_all": round((batch.ended_at or batch.created_at) - batch.created_at, 1),
         **timeline_metadata(shown),
         **errors_metadata(found),
         **files_metadata(

@@ -129,11 +129,11 @@ def _draw_axis(draw: ImageDraw.ImageDraw, font: _Font, scale: _Scale, bottom: in
         moment = scale.first + whole * tick / _TICKS
         x = scale.x(moment)
         draw.line([(x, _TOP), (x, bottom)], _FAINT)
-        anchor = "ra" if tick == _TICKS else "la" if tick == 0 else "ma"
-        text = f"+{_duration(moment - scale.first)}"
-        if tick == 0:
-            text = datetime.fromtimestamp(moment, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        anchor = "ra" if tick == _TICKS else "ma"
+        text = f"+{_duration(moment - scale.first)}" if tick else "0"
         draw.text((x, bottom + 4), text, _INK, font, anchor=anchor)
+    begun = datetime.fromtimestamp(scale.first, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    draw.text((8, bottom + 4), begun, _INK, font, anchor="la")
 
 
 def _draw_legend(draw: ImageDraw.ImageDraw, font: _Font, attempts: Sequence[Attempt], y: int) -> None:
@@ -156,4 +156,4 @@ def _duration(seconds: float) -> str:
 
 
 def _short(label: str) -> str:
-    return label if len(label) <= 24 else f"{label[:10]}…{label[-13:]}"
+    return label if len(label) <= 22 else f"{label[:10]}…{label[-11:]}"
