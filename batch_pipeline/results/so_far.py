@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from batch_pipeline import ids
-from batch_pipeline.errors import NotFound
 from batch_pipeline.ledger import Ledger
 from batch_pipeline.ledger.records import Batch, ChunkState
 from batch_pipeline.results.archived import check_files_kept
@@ -35,7 +34,9 @@ def results_so_far(batch: Batch, *, ledger: Ledger, store: ObjectStore) -> SoFar
     check_files_kept(batch)
     if batch.status.is_final:
         files = ((batch.output_key, ids.output_file_id), (batch.error_key, ids.error_file_id))
-        kept = [key for key, name in files if key is not None and _is_there(batch, name(batch.batch_id), ledger)]
+        kept = [
+            key for key, name in files if key is not None and ledger.files.find(batch.customer, name(batch.batch_id))
+        ]
         return SoFar(_objects(kept, store), is_complete=len(kept) == sum(key is not None for key, _ in files))
     committed = [
         chunk.result.result_key
@@ -43,14 +44,6 @@ def results_so_far(batch: Batch, *, ledger: Ledger, store: ObjectStore) -> SoFar
         if chunk.state is ChunkState.COMMITTED and chunk.result is not None
     ]
     return SoFar(_objects([batch.invalid_key, *committed], store), is_complete=False)
-
-
-def _is_there(batch: Batch, file_id: str, ledger: Ledger) -> bool:
-    try:
-        ledger.files.get(batch.customer, file_id)
-    except NotFound:
-        return False
-    return True
 
 
 def _objects(object_keys: Sequence[str | None], store: ObjectStore) -> Iterator[bytes]:

@@ -132,11 +132,6 @@ class Runner:
             await self._client.close()
 
     @property
-    def is_busy(self) -> bool:
-        """Whether the engine has anything of ours to do."""
-        return bool(self._in_flight)
-
-    @property
     def unfed(self) -> int:
         """Requests of held chunks that were not fed yet."""
         return self._feeder.unfed

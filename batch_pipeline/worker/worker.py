@@ -307,7 +307,7 @@ class Worker:
                     self._ledger.workers.heartbeat,
                     self.worker_id,
                     self._holdings.refs(),
-                    self._speedometer.look(asked_at, self._runner.tokens, self._runner.is_busy),
+                    self._speedometer.look(asked_at, self._runner.tokens, self._runner.in_flight > 0),
                 )
             except OUTAGES as error:
                 if not is_outage(error):
