@@ -9,10 +9,9 @@ import click
 import msgspec
 
 from batch_pipeline.cli.app import FAILED, STDIN, App, pass_app, print_json
-from batch_pipeline.errors import CustomerError
 from batch_pipeline.intake.options import parse_endpoint
 from batch_pipeline.intake.problems import LineProblem
-from batch_pipeline.wire import codes
+from batch_pipeline.intake.submission import check_is_file
 
 
 @click.command()
@@ -28,10 +27,8 @@ def validate(app: App, file: Path, endpoint: str, as_json: bool) -> int:
     # The tokenizer's library takes a moment to import.
     from batch_pipeline.intake.check import check_file
 
-    if str(file) != STDIN and not file.is_file():
-        raise CustomerError(
-            codes.INVALID_REQUEST, f"{file} is no file: name a file of requests, one JSON object a line"
-        )
+    if str(file) != STDIN:
+        check_is_file(file)
     source = sys.stdin.buffer if str(file) == STDIN else file
     report = check_file(source, parse_endpoint(endpoint), app.settings)
     if as_json:

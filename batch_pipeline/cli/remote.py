@@ -158,13 +158,10 @@ class Remote:
     def _send(self, method: str, path: str, *, retry: bool, **request: Any) -> httpx.Response:
         """Return the answer. What is refused for the moment is asked again a few times, where that may be repeated."""
         for tries in itertools.count(1):
-            again = retry and tries < _TRIES
-            # What was refused for its rate was not begun.
-            again_later = tries < _TRIES
             try:
                 response = self._client.request(method, path, **request)
             except httpx.HTTPError as error:
-                if not again:
+                if not retry or tries == _TRIES:
                     raise ServiceUnavailable(
                         f"{self._url} cannot be reached: {error or type(error).__name__}"
                     ) from error
@@ -172,7 +169,9 @@ class Remote:
                 continue
             if not response.is_error:
                 return response
-            if not (again_later if response.status_code == 429 else again) or not _is_passing(response):
+            # What was refused for its rate was not begun.
+            may_repeat = retry or response.status_code == 429
+            if not may_repeat or tries == _TRIES or not _is_passing(response):
                 raise _refusal(response)
             time.sleep(_pause(response, tries))
         raise AssertionError("the loop ends by itself")

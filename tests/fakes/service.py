@@ -28,9 +28,9 @@ class Running(NamedTuple):
 
 
 @contextmanager
-def running(ledger: Ledger, store: ObjectStore, settings: Settings) -> Iterator[Running]:
-    """Serve until the block ends."""
-    listening = socket.create_server(("127.0.0.1", 0), backlog=512)
+def running(ledger: Ledger, store: ObjectStore, settings: Settings, *, port: int = 0) -> Iterator[Running]:
+    """Serve until the block ends, on a free port unless one is named."""
+    listening = socket.create_server(("127.0.0.1", port), backlog=512)
     config = serving.configured(ledger, store, settings)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)

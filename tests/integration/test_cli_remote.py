@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import openai
@@ -13,6 +15,8 @@ from batch_pipeline.cli.app import KEY_VARIABLE, URL_VARIABLE
 from batch_pipeline.cli.program import run as run_program
 from batch_pipeline.embedded.ports import free_ports
 from batch_pipeline.ledger import Ledger
+from batch_pipeline.settings import Settings
+from batch_pipeline.store import ObjectStore
 from tests.fakes import service
 from tests.fakes.openai_client import Run, create, line
 
@@ -160,3 +164,45 @@ def test_a_wrong_key_a_missing_one_and_a_service_that_is_away_are_said(
     monkeypatch.setattr("batch_pipeline.cli.remote.time.sleep", lambda _seconds: None)
     assert cli("--url", f"http://127.0.0.1:{free_ports(1)[0]}", "list") == 3
     assert "cannot be reached" in capsys.readouterr().err
+
+
+def test_an_upload_that_was_refused_for_its_rate_is_sent_again(
+    cli: Cli, file: Path, served: service.Running, ledger: Ledger, client: openai.OpenAI
+) -> None:
+    ledger.customers.set("acme", limits={"requests_per_minute": 120})
+    for key in ledger.customers.keys("acme"):
+        while served.app.state.services.rates.take(key.key_id, 120) == 0:
+            pass
+    assert cli("submit", file) == 0
+    (batch,) = client.batches.list().data
+    assert client.files.content(batch.input_file_id).content == file.read_bytes()
+
+
+def test_watch_waits_for_a_service_that_starts_again(
+    *,
+    ledger: Ledger,
+    store: ObjectStore,
+    settings: Settings,
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, service.new_key(ledger, "acme"))
+    (port,) = free_ports(1)
+    url = f"http://127.0.0.1:{port}"
+    with (
+        service.running(ledger, store, settings, port=port),
+        openai.OpenAI(base_url=f"{url}/v1", api_key=os.environ[KEY_VARIABLE], max_retries=0) as client,
+    ):
+        batch_id = create(client, line("a")).id
+    again = ExitStack()
+
+    def starts(_seconds: float) -> None:
+        """The pause of a command that found nobody: by its end the batch is over and the service back."""
+        if "waiting for it" in capsys.readouterr().err:
+            run(batch_id)
+            again.enter_context(service.running(ledger, store, settings, port=port))
+
+    monkeypatch.setattr("time.sleep", starts)
+    with again:
+        assert run_program(["--url", url, "watch", batch_id]) == 0
