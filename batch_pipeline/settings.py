@@ -174,7 +174,11 @@ class Retention(_Section, frozen=True):
     files_days: float = 30.0
     """Time after a batch's end until its input, its files and its outbox folder are deleted."""
     partitions_days: float = 30.0
-    """Time after a batch's end until its Dagster partition is deleted. Dagster holds some ten thousand of them well."""
+    """Time after a batch's end until its Dagster partition is deleted."""
+    partitions_at_most: int = 30_000
+    """Partitions in Dagster: where there are more, those of the batches that ended first go before their time. Its
+    pages bear some ten thousand of them well.
+    """
     leftovers_hours: float = 1.0
     """Least age of what an attempt has written in vain before it is deleted."""
     orphans_hours: float = 24.0

@@ -73,24 +73,25 @@ def housekeeping_schedule() -> dg.ScheduleDefinition:
 
 
 def delete_partitions(instance: DagsterInstance, ledger: Ledger, retention: Retention, *, dry_run: bool = False) -> int:
-    """Delete the partitions of batches that ended long ago, at most `retention.per_run`; returns how many.
+    """Delete the partitions of batches that ended long ago, or that are too many; returns how many.
 
     None while it has a run under way (Dagster fails such a run), and none at all during a backfill, whose runs are
     still to come. Killed half-way, the next run deletes the rest. Materializations and runs stay in Dagster's log.
     """
     name = str(batches.name)
     partitions = instance.get_dynamic_partitions(name)
-    over = ledger.retention.ended_before(partitions, ledger.now() - retention.partitions_days * 86_400)
-    due = iter(housekeeping.partitions_to_delete(partitions, over, (), retention.per_run))
+    ends = ledger.retention.ends(partitions)
+    due = iter(housekeeping.partitions_to_delete(partitions, ends, retention, ledger.now()))
     deleted = 0
     for some in iter(lambda: [*itertools.islice(due, _BETWEEN_LOOKS)], []):
         under_way = _partitions_under_way(instance)
         if under_way is None:
             break
-        for key in housekeeping.partitions_to_delete(some, over, under_way, len(some)):
-            if not dry_run:
+        idle = [key for key in some if key not in under_way]
+        if not dry_run:
+            for key in idle:
                 instance.delete_dynamic_partition(name, key)
-            deleted += 1
+        deleted += len(idle)
     return deleted
 
 

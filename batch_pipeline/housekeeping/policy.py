@@ -5,7 +5,8 @@ Times are UTC seconds since the epoch: of batches by the database's clock, of ob
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+import bisect
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -151,7 +152,14 @@ def _token_of(chunk: Chunk, key: str) -> int | None:
 
 
 def partitions_to_delete(
-    partitions: Sequence[str], over: Collection[str], under_way: Collection[str], limit: int
+    partitions: Sequence[str], ends: Mapping[str, float], retention: Retention, now: float
 ) -> list[str]:
-    """Return at most `limit` partitions of batches that are long over and have no run under way, in their order."""
-    return [key for key in partitions if key in over and key not in under_way][:limit]
+    """Return the partitions of ended batches that are to go, what ended first first: at most `retention.per_run`.
+
+    `ends` says when batches ended; one that has not is not among them. Those go that ended long ago, and where there
+    are still more than `retention.partitions_at_most` as many more as it takes, as far as there are ended ones.
+    """
+    ended = sorted((key for key in partitions if key in ends), key=ends.__getitem__)
+    old = bisect.bisect_left(ended, now - retention.partitions_days * 86_400, key=ends.__getitem__)
+    beyond = max(0, len(partitions) - retention.partitions_at_most)
+    return ended[: min(max(old, beyond), retention.per_run)]

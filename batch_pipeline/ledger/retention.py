@@ -154,18 +154,20 @@ class Retention:
 
     def still_stored(self, batch_ids: Sequence[str]) -> set[str]:
         """Return those of these ids that name a batch of which something may lie in the bucket."""
-        return self._among(batch_ids, has_objects)
+        return set(self._among(batch_ids, has_objects))
 
-    def ended_before(self, batch_ids: Sequence[str], moment: float) -> set[str]:
-        """Return those of these ids that name a batch which ended before a moment."""
-        return self._among(batch_ids, batches.c.ended_at < moment)
+    def ends(self, batch_ids: Sequence[str]) -> dict[str, float]:
+        """Return when these batches ended; those that have not, and unknown ids, are left out."""
+        return self._among(batch_ids, batches.c.ended_at.is_not(None))
 
-    def _among(self, batch_ids: Sequence[str], where: sa.ColumnElement[bool]) -> set[str]:
-        found: set[str] = set()
+    def _among(self, batch_ids: Sequence[str], where: sa.ColumnElement[bool]) -> dict[str, Any]:
+        """Return those of these ids for which the condition holds, each with its batch's end."""
+        found: dict[str, Any] = {}
         for start in range(0, len(batch_ids), _PAGE):
-            query = sa.select(batches.c.batch_id).where(batches.c.batch_id.in_(batch_ids[start : start + _PAGE]), where)
+            some = batches.c.batch_id.in_(batch_ids[start : start + _PAGE])
+            query = sa.select(batches.c.batch_id, batches.c.ended_at).where(some, where)
             with self._database.read() as tx:
-                found.update(tx.connection.execute(query).scalars())
+                found.update({row.batch_id: row.ended_at for row in tx.connection.execute(query)})
         return found
 
     def silent_workers(self, seen_before: float) -> int:

@@ -72,8 +72,29 @@ def test_no_partition_goes_while_a_run_of_a_range_is_under_way(instance: dg.Dags
 
 
 def test_which_partitions_may_go_is_a_pure_choice() -> None:
-    assert partitions_to_delete(["a", "b", "c", "d"], {"a", "c", "d"}, {"c"}, 5) == ["a", "d"]
-    assert partitions_to_delete(["a", "b", "c", "d"], {"a", "c", "d"}, {"c"}, 1) == ["a"]
+    def chosen(at_most: int, per_run: int = 5) -> list[str]:
+        ends = {"a": 30.5 * DAY, "c": 10.0 * DAY, "d": 0.5 * DAY, "e": 0.25 * DAY}
+        retention = Retention(partitions_at_most=at_most, per_run=per_run)
+        return partitions_to_delete(["a", "b", "c", "d", "e"], ends, retention, now=31.0 * DAY)
+
+    assert chosen(at_most=5) == ["e", "d"], "what ended first goes first"
+    assert chosen(at_most=5, per_run=1) == ["e"]
+    assert chosen(at_most=4) == ["e", "d"], "those that are due make room enough"
+    assert chosen(at_most=2) == ["e", "d", "c"]
+    assert chosen(at_most=0) == ["e", "d", "c", "a"], "b has not ended"
+
+
+def test_partitions_beyond_what_dagster_bears_go_before_their_time(
+    instance: dg.DagsterInstance, sqlite_url: str
+) -> None:
+    ledger = Ledger.open(sqlite_url, clock=SteppedClock())
+    ended = [_ended(ledger, f"ended-{number}") for number in range(3)]
+    open_ones = [submitted(ledger, f"open-{number}").batch_id for number in range(2)]
+    instance.add_dynamic_partitions("batches", [*open_ones, *ended])
+    tags = {"dagster/partition": ended[0]}
+    create_run_for_test(instance, job_name="merge", status=DagsterRunStatus.STARTED, tags=tags)
+    assert delete_partitions(instance, ledger, Retention(partitions_at_most=3)) == 1
+    assert set(instance.get_dynamic_partitions("batches")) == {*open_ones, ended[0], ended[2]}
 
 
 def test_the_job_runs_and_has_a_schedule(

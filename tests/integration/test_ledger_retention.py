@@ -64,8 +64,8 @@ def test_what_is_noted_of_objects_goes_forward_only(ledger: Ledger, clock: Stepp
     retention.end_work_removal(batch_id)
     assert (retention.with_work(clock.time, 10), ledger.batches.get(batch_id).stored) == ([], Stored.FILES)
     assert retention.still_stored([batch_id, "batch_unknown"]) == {batch_id}
+    assert retention.ends([batch_id, "batch_unknown"]) == {batch_id: clock.time}
     clock.advance(100)
-    assert retention.ended_before([batch_id, "batch_unknown"], clock.time) == {batch_id}
     for _ in range(2):
         retention.begin_file_removal(batch_id)
         retention.end_file_removal(batch_id)
