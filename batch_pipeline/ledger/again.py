@@ -90,6 +90,7 @@ def run_again(tx: Transaction, batch_id: str, actor: str, *, order: str, model_v
                 failures=0,
                 parts="[]",
                 result=None,
+                charged=None,
                 committed_at=None,
                 expires_at=None,
                 last_error=None,

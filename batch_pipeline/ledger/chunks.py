@@ -13,7 +13,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from batch_pipeline.errors import LeaseLost
-from batch_pipeline.ledger import again, events, records, rows, tallies
+from batch_pipeline.ledger import again, counters, events, records, rows, tallies
 from batch_pipeline.ledger.database import Database, Transaction
 from batch_pipeline.ledger.leasing import Policy, Taker, lease_chunks, measured_speed
 from batch_pipeline.ledger.records import BatchStatus, Chunk, ChunkState, CommitReply, Lease, LeaseRef, Part
@@ -55,6 +55,7 @@ _COMMIT = (
         state=ChunkState.COMMITTED,
         result=sa.bindparam("its_result"),
         committed_at=sa.bindparam("now"),
+        charged=None,
         expires_at=None,
         last_error=None,
     )
@@ -130,7 +131,8 @@ class Chunks:
         """leased -> committed: point the chunk at its result (invariant I4). Raises LeaseLost.
 
         Killed before: the objects are garbage and the chunk is run again from its checkpoints. Killed after: it is
-        committed, and the sweep settles its batch. Committing the same result twice with one lease is committing once.
+        committed, and the sweep settles its batch. Committing the same result twice with one lease is committing once,
+        and corrects what its customer was charged for it once (`counters`).
         """
         with self._database.write() as tx:
             row = _locked(tx, ref)
@@ -160,7 +162,7 @@ class Chunks:
         )
         # What the checkpoints have counted already is not counted again.
         completed, failed, given, cached, made = part_sums(rows.parts(row.parts))
-        return update_lane(
+        still_open = update_lane(
             tx,
             ref.batch_id,
             row.model,
@@ -172,11 +174,15 @@ class Chunks:
             cached_tokens=result.cached_tokens - cached,
             output_tokens=result.output_tokens - made,
         )
+        counters.correct(tx, row, result.input_tokens + result.output_tokens)
+        return still_open
 
     def release(self, ref: LeaseRef, reason: str, failed: bool = False) -> CommitReply:
         """leased -> pending, with its parts kept; cancelled or expired where the batch is to stop. Raises LeaseLost.
 
-        `failed` counts toward giving the chunk up; a worker that merely gives way does not count.
+        `failed` counts toward giving the chunk up, and what its customer was charged for the attempt stays; a worker
+        that merely gives way does not count, and the charge becomes what the parts have used (`counters`). Killed
+        before its commit nothing has changed, after it both has.
         """
         with self._database.write() as tx:
             batch = lock_batch(tx, ref.batch_id)
@@ -213,8 +219,11 @@ class Chunks:
         if batch.outcome is not None:
             state = _STOPPED_STATE.get(batch.outcome, ChunkState.CANCELLED)
         ref = LeaseRef(row.batch_id, row.chunk, row.token)
+        _, _, given, _, made = part_sums(rows.parts(row.parts))
+        # Who could have failed attempts for nothing would be the least served for as long as all of his fail.
+        charged = row.charged if failed or row.charged is None else float(given + made)
         tx.connection.execute(
-            _at(ref).values(state=state, failures=failures, expires_at=None, last_error=reason[:2000])
+            _at(ref).values(state=state, failures=failures, expires_at=None, last_error=reason[:2000], charged=charged)
         )
         detail = f"{reason[:500]}; now {state}"
         events.record(
@@ -228,11 +237,14 @@ class Chunks:
             detail=detail,
         )
         if state != ChunkState.PENDING:
-            return update_lane(tx, row.batch_id, row.model, leased=-1, stopped=1)
-        floor = queue_floor(tx, batch.customer, row.model)
-        tokens = row.prompt_tokens + row.max_output_tokens
-        still_open = update_lane(tx, row.batch_id, row.model, leased=-1, pending=1, pending_tokens=tokens)
-        join_queue(tx, batch.customer, row.model, floor)
+            still_open = update_lane(tx, row.batch_id, row.model, leased=-1, stopped=1)
+        else:
+            floor = queue_floor(tx, batch.customer, row.model)
+            tokens = row.prompt_tokens + row.max_output_tokens
+            still_open = update_lane(tx, row.batch_id, row.model, leased=-1, pending=1, pending_tokens=tokens)
+            join_queue(tx, batch.customer, row.model, floor)
+        if charged is not None:
+            counters.correct(tx, row, charged)
         return still_open
 
     def _reply(self, ref: LeaseRef, still_open: int, actor: str) -> CommitReply:

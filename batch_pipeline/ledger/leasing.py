@@ -71,6 +71,8 @@ _FREE = (
     .limit(sa.bindparam("most"))
     .with_for_update(skip_locked=True)
 )
+_EXPECTED = (chunks.c.prompt_tokens + chunks.c.max_output_tokens) * sa.bindparam("ratio", type_=sa.Double)
+"""As `_Found.expected` has it."""
 _TAKE = (
     chunks.update()
     .where(chunks.c.batch_id == sa.bindparam("of_batch"), chunks.c.chunk.in_(sa.bindparam("numbers", expanding=True)))
@@ -80,6 +82,7 @@ _TAKE = (
         worker_id=sa.bindparam("by_worker"),
         run_id=sa.bindparam("by_run"),
         expires_at=sa.bindparam("until"),
+        charged=sa.func.coalesce(chunks.c.charged, 0.0) + sa.case((_EXPECTED < 1.0, 1.0), else_=_EXPECTED),
     )
     .returning(chunks)
 )
@@ -138,7 +141,7 @@ def lease_chunks(tx: Transaction, taker: Taker, limit: int, only: Sequence[str] 
     out_of_turn_tokens = 0.0
     while len(taken) < limit:
         picks = choose(waiting, shares, limit - len(taken), conditions)
-        got = {pick.batch_id: _take(tx, taker, pick) for pick in picks}
+        got = {pick.batch_id: _take(tx, taker, pick, found[pick.batch_id]) for pick in picks}
         taken += [row for batch_id in got for row in got[batch_id]]
         spent = sum(
             found[pick.batch_id].expected(row) for pick in picks for row in got[pick.batch_id][: pick.out_of_turn]
@@ -233,8 +236,11 @@ def _found(row: Any, ratio: float) -> _Found:
     return _Found(waiting, CustomerShare(weight=row.weight, served=row.served), row.endpoint, ratio)
 
 
-def _take(tx: Transaction, taker: Taker, pick: Pick) -> list[Any]:
-    """Lock the first free chunks of a batch and lease them; those that somebody else has locked are skipped."""
+def _take(tx: Transaction, taker: Taker, pick: Pick, found: _Found) -> list[Any]:
+    """Lock the first free chunks of a batch and lease them; those that somebody else has locked are skipped.
+
+    What each is charged stands in its row, for `counters` to correct once it is known what it used.
+    """
     free = {"of_batch": pick.batch_id, "of_model": taker.model, "most": pick.chunks}
     numbers = list(tx.connection.execute(_FREE, free).scalars())
     if not numbers:
@@ -247,6 +253,7 @@ def _take(tx: Transaction, taker: Taker, pick: Pick) -> list[Any]:
             "by_worker": taker.worker_id,
             "by_run": taker.run_id,
             "until": taker.expires_at,
+            "ratio": found.ratio,
         },
     ).all()
     return sorted(updated, key=lambda row: int(row.chunk))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 """`upgrade` brings older tables to it."""
 
 metadata = sa.MetaData()
@@ -159,6 +159,7 @@ chunks = sa.Table(
     sa.Column("result", sa.Text, comment="What the commit pointed it at"),
     sa.Column("committed_at", sa.Double),
     sa.Column("last_error", sa.Text, comment="Why the newest lease ended without a commit"),
+    sa.Column("charged", sa.Double, comment="Tokens that its customer was charged for it so far; null for none"),
 )
 is_pending = chunks.c.state == sa.literal_column("'pending'")
 is_leased = chunks.c.state == sa.literal_column("'leased'")
@@ -200,7 +201,18 @@ service = sa.Table(
     sa.Column("model", sa.String(64), primary_key=True),
     sa.Column("customer", sa.String(64), primary_key=True),
     sa.Column(
-        "tokens", sa.Double, nullable=False, comment="Virtual tokens of service: what was leased over the weight"
+        "tokens",
+        sa.Double,
+        nullable=False,
+        comment="Virtual tokens of service over the weight: as used of what has ended, as expected of what is leased",
+    ),
+    sa.Column(
+        "floor",
+        sa.Double,
+        nullable=False,
+        default=0.0,
+        server_default="0",
+        comment="What `tokens` were at least when the customer last came to the queue: they are not corrected below it",
     ),
     sa.Column(
         "estimated_tokens",

@@ -165,15 +165,19 @@ def queue_floor(tx: Transaction, customer: str, model: str) -> float | None:
 
 
 def join_queue(tx: Transaction, customer: str, model: str, floor: float | None) -> None:
-    """Lift a customer that comes to a model's queue to the floor that `queue_floor` gave; nobody is ever lowered."""
+    """Lift a customer that comes to a model's queue to the floor that `queue_floor` gave; nobody is ever lowered.
+
+    The floor is kept: were a customer lifted over what it was charged for chunks that still run, and those charges
+    corrected downwards afterwards, it would have credit from before.
+    """
     if floor is None:
         return
-    insert = insert_for(tx, service).values(model=model, customer=customer, tokens=floor)
+    insert = insert_for(tx, service).values(model=model, customer=customer, tokens=floor, floor=floor)
     tx.connection.execute(insert.on_conflict_do_nothing())
     tx.connection.execute(
         service.update()
-        .where(service.c.model == model, service.c.customer == customer, service.c.tokens < floor)
-        .values(tokens=floor)
+        .where(service.c.model == model, service.c.customer == customer)
+        .values(tokens=sa.case((service.c.tokens < floor, floor), else_=service.c.tokens), floor=floor)
     )
 
 

@@ -79,8 +79,8 @@ class SimulatedBatch:
         self.committed = 0
         self.next_chunk = 0
         """The first that was never leased."""
-        self.returned: list[tuple[int, int]] = []
-        """Chunks that came back, with their requests that are done; a heap."""
+        self.returned: list[tuple[int, int, float]] = []
+        """Chunks that came back, with their requests that are done and what was charged for them; a heap."""
         self.done = 0
         """Requests that are saved: in committed chunks or in checkpoints."""
         self.used = 0.0

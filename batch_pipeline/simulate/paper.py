@@ -19,14 +19,16 @@ from batch_pipeline.simulate.queues import Charge, Queue
 class PaperLease:
     """A chunk in the hands of a worker."""
 
-    __slots__ = ("batch", "chunk", "done_before", "is_over", "requests", "saved")
+    __slots__ = ("batch", "charged", "chunk", "done_before", "is_over", "requests", "saved")
 
-    def __init__(self, batch: SimulatedBatch, chunk: int, done_before: int) -> None:
+    def __init__(self, batch: SimulatedBatch, chunk: int, done_before: int, charged: float) -> None:
         self.batch = batch
         self.chunk = chunk
         self.requests = batch.requests_of(chunk)
         self.done_before = done_before
         """Of its requests, those saved by earlier attempts."""
+        self.charged = charged
+        """Tokens that its customer was charged for it, in all attempts."""
         self.is_over = False
         """Committed, handed back, or taken away."""
         self.saved = 0
@@ -83,6 +85,7 @@ class PaperQueue:
         tokens = lease.requests * batch.estimated_each
         expected = max(tokens * self._ratio(batch), 1.0)
         self.queue.charge(Charge(batch.customer, expected, expected if pick.out_of_turn else 0.0))
+        lease.charged += expected
         self.pending -= 1
         self.leased += 1
         self.pending_tokens -= tokens
@@ -106,13 +109,16 @@ class PaperQueue:
             self._changed(batch)
         else:
             self._finish(batch, now)
+        self._correct(lease, lease.requests)
 
-    def give_back(self, lease: PaperLease, done: int, now: float) -> None:
-        """leased -> pending; `done` of the requests that it had left are saved."""
+    def give_back(self, lease: PaperLease, done: int, now: float, *, failed: bool) -> None:
+        """leased -> pending; `done` of the requests that it had left are saved.
+
+        Where the attempt has `failed` its charge stays, as in the service.
+        """
         batch = lease.batch
         self._end(lease)
         self._save(batch, done)
-        heapq.heappush(batch.returned, (lease.chunk, lease.done_before + done))
         # As in the service, a chunk that was begun is estimated as a whole.
         tokens = lease.requests * batch.estimated_each
         self.pending += 1
@@ -120,6 +126,9 @@ class PaperQueue:
         batch.pending += 1
         batch.pending_tokens += tokens
         self._wait(batch, now)
+        if not failed:
+            self._correct(lease, lease.done_before + done)
+        heapq.heappush(batch.returned, (lease.chunk, lease.done_before + done, lease.charged))
 
     def expire(self, batch: SimulatedBatch, done: Mapping[int, int], now: float) -> list[PaperLease]:
         """The deadline: pending | leased -> expired. `done` requests of each chunk that a worker has are saved.
@@ -135,7 +144,9 @@ class PaperQueue:
         ended = list(self._leases.get(batch.batch_id, ()))
         for lease in ended:
             self._end(lease)
-            self._save(batch, done.get(lease.chunk, lease.saved))
+            saved = done.get(lease.chunk, lease.saved)
+            self._save(batch, saved)
+            self._correct(lease, lease.done_before + saved)
         self._finish(batch, now)
         return ended
 
@@ -162,10 +173,9 @@ class PaperQueue:
     def _take(self, batch: SimulatedBatch) -> PaperLease:
         """Take the first pending chunk: one that came back stands before all that were never leased."""
         if batch.returned:
-            chunk, done = heapq.heappop(batch.returned)
-            return PaperLease(batch, chunk, done)
+            return PaperLease(batch, *heapq.heappop(batch.returned))
         batch.next_chunk += 1
-        return PaperLease(batch, batch.next_chunk - 1, 0)
+        return PaperLease(batch, batch.next_chunk - 1, 0, 0.0)
 
     def _end(self, lease: PaperLease) -> None:
         lease.is_over = True
@@ -173,6 +183,12 @@ class PaperQueue:
         batch.leased -= 1
         self.leased -= 1
         self._leases[batch.batch_id].remove(lease)
+
+    def _correct(self, lease: PaperLease, done: int) -> None:
+        """Charge what a chunk has used, of which so many requests are saved."""
+        used = done * lease.batch.real_each
+        self.queue.correct(lease.batch.customer, used - lease.charged)
+        lease.charged = used
 
     def _save(self, batch: SimulatedBatch, requests: int) -> None:
         batch.done += requests

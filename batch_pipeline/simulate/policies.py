@@ -29,6 +29,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     helps_at_risk: bool = True
     has_weights: bool = True
     has_floor: bool = True
+    has_corrections: bool = True
     has_hysteresis: bool = True
 
     def queue(self, weights: Mapping[str, float], scheduling: Scheduling, intake: Intake) -> Queue:
@@ -44,6 +45,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
             # As `Ledger.from_settings` has it.
             most_tokens=2.0 * intake.chunk_tokens if self.helps_at_risk else 0.0,
             has_floor=self.has_floor,
+            has_corrections=self.has_corrections,
         )
         return FairQueue(weights if self.has_weights else {}, rules)
 
@@ -59,6 +61,7 @@ POLICIES = {
         Policy(name="no-at-risk", meaning="ours, batches at risk get no help", helps_at_risk=False),
         Policy(name="no-weights", meaning="ours, all customers weigh the same", has_weights=False),
         Policy(name="no-floor", meaning="ours, whoever stays away saves up credit", has_floor=False),
+        Policy(name="no-corrections", meaning="ours, charges stay as they were expected", has_corrections=False),
         Policy(name="no-hysteresis", meaning="ours, GPUs change models without a turn", has_hysteresis=False),
     )
 }

@@ -49,6 +49,9 @@ class Queue(Protocol):
     def charge(self, had: Charge) -> None:
         """Count what was picked."""
 
+    def correct(self, customer: str, tokens: float) -> None:
+        """A customer's chunk has used so many tokens more than was charged for it; less where they are negative."""
+
     def __len__(self) -> int:
         """Return how many batches wait."""
 
@@ -64,6 +67,8 @@ class Rules(NamedTuple):
     most_tokens: float = 0.0
     has_floor: bool = True
     """Whether a customer that comes is lifted to those that wait (it always is in the service)."""
+    has_corrections: bool = True
+    """Whether charges are corrected by what was used (they always are in the service)."""
 
 
 _Entry = TypeVar("_Entry", bound=tuple[Any, ...])
@@ -98,6 +103,8 @@ class FairQueue:
         self._turns: list[tuple[float, str]] = []
         """The waiting customers, the least served first."""
         self._served: dict[str, float] = {}
+        self._floors: dict[str, float] = {}
+        """What each customer had at least when it last came: corrections do not go below it."""
         self._credit, self._credit_at = rules.most_tokens, 0.0
 
     def __len__(self) -> int:
@@ -129,6 +136,7 @@ class FairQueue:
         if self._rules.has_floor:
             floor = self._turns[0][0] if self._turns else max(self._served.values(), default=0.0)
         self._served[customer] = max(self._served.get(customer, 0.0), floor)
+        self._floors[customer] = floor
 
     def put(self, batch: WaitingBatch) -> None:
         """Add a batch, or replace what is known of it."""
@@ -238,14 +246,23 @@ class FairQueue:
 
     def charge(self, had: Charge) -> None:
         """Count the service, and take what went out of turn from the credit."""
-        before = self._served[had.customer]
-        after = before + had.tokens / self._weights.get(had.customer, 1.0)
-        self._served[had.customer] = after
-        if had.customer in self._orders:
-            _discard(self._turns, (before, had.customer))
-            insort(self._turns, (after, had.customer))
+        self._move(had.customer, self._served[had.customer] + had.tokens / self._weights.get(had.customer, 1.0))
         if had.out_of_turn_tokens:
             self._credit, self._credit_at = self.credit - had.out_of_turn_tokens, self._now
+
+    def correct(self, customer: str, tokens: float) -> None:
+        """Correct a counter, as `ledger.counters.correct` does."""
+        if self._rules.has_corrections:
+            corrected = self._served[customer] + tokens / self._weights.get(customer, 1.0)
+            self._move(customer, max(corrected, self._floors.get(customer, 0.0)))
+
+    def _move(self, customer: str, served: float) -> None:
+        """Set a counter, and its customer to its place."""
+        before = self._served[customer]
+        self._served[customer] = served
+        if customer in self._orders:
+            _discard(self._turns, (before, customer))
+            insort(self._turns, (served, customer))
 
 
 class SortedQueue:
@@ -285,6 +302,9 @@ class SortedQueue:
         """Does not matter here."""
 
     def charge(self, had: Charge) -> None:
+        """Does not matter here."""
+
+    def correct(self, customer: str, tokens: float) -> None:
         """Does not matter here."""
 
     def pick(self, limit: int) -> list[Pick]:
@@ -345,6 +365,9 @@ class RoundRobinQueue:
         """It has had its turn."""
         self._turn += 1
         self._last_turn[had.customer] = self._turn
+
+    def correct(self, customer: str, tokens: float) -> None:
+        """A turn is a chunk, whatever it used."""
 
     def pick(self, limit: int) -> list[Pick]:
         """Return one chunk at most: the next customer is known once that has had its turn."""

@@ -193,7 +193,7 @@ class _Simulation:
         worker.lease = None
         self._gone(worker)
         if lease is not None:
-            self._return(lease, done)
+            self._return(lease, done, failed=False)
 
     def _gone(self, worker: SimulatedWorker) -> int:
         """(any) -> gone; returns how many GPUs that frees, or breaks for a while where its node goes."""
@@ -230,11 +230,11 @@ class _Simulation:
     def _lease_over(self, lease: PaperLease) -> None:
         if not lease.is_over:
             self._expired += 1
-            self._return(lease, lease.saved)
+            self._return(lease, lease.saved, failed=True)
 
-    def _return(self, lease: PaperLease, done: int) -> None:
+    def _return(self, lease: PaperLease, done: int, *, failed: bool) -> None:
         self._count_work(lease, done)
-        self._queues[lease.batch.model].give_back(lease, done, self._now)
+        self._queues[lease.batch.model].give_back(lease, done, self._now, failed=failed)
         self._wake(lease.batch.model)
 
     def _engine_dies(self, worker: SimulatedWorker) -> None:

@@ -21,7 +21,7 @@ from batch_pipeline.errors import LeaseLost, NotAllowedInState
 from batch_pipeline.ledger import Ledger, database, schema
 from batch_pipeline.ledger.records import BatchStatus, ChunkState, Lease, LeaseRef
 from tests.fakes.ledger_checks import assert_consistent
-from tests.fakes.ledger_values import MODEL, finish, part_of, result_of, submitted
+from tests.fakes.ledger_values import CHUNK_TOKENS, MODEL, finish, part_of, result_of, submitted
 
 THREADS = 8
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -249,3 +249,8 @@ def test_a_process_killed_inside_a_transaction_has_changed_nothing_and_blocks_no
     for lease in leases:
         ledger.chunks.commit(lease.ref, result_of(lease))
     assert_consistent(ledger, batch_id)
+    with ledger._database.read() as tx:
+        counted = tx.connection.execute(sa.select(schema.service.c.tokens)).scalar_one()
+    assert counted == before.count(ChunkState.LEASED) * CHUNK_TOKENS + len(leases) * 270.0, (
+        "charged once, corrected once"
+    )

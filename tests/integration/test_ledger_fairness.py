@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
 from batch_pipeline.ledger import Ledger, schema
 from batch_pipeline.ledger.leasing import Policy
-from batch_pipeline.ledger.records import WorkerState
+from batch_pipeline.ledger.records import ChunkResult, Lease, WorkerState
 from tests.fakes.clock import SteppedClock
-from tests.fakes.ledger_values import CHUNK_TOKENS, MODEL, counted, result_of, submitted
+from tests.fakes.ledger_values import CHUNK_TOKENS, MODEL, counted, part_of, result_of, submitted
 
 
 @pytest.fixture
@@ -160,15 +161,98 @@ def test_what_a_customer_really_uses_is_remembered_at_the_end_of_its_batches(led
     assert (row.estimated_tokens, row.real_tokens) == (3 * CHUNK_TOKENS, 3 * 270.0)
 
 
-def test_estimates_that_are_too_high_do_not_cost_a_customer_its_turns(ledger: Ledger) -> None:
-    """Both have used the same in the end: bolt asks for nine times the tokens that it uses."""
+# Charges are corrected.
+
+
+def counter(ledger: Ledger, customer: str) -> float:
+    """The virtual tokens of a customer."""
+    with ledger._database.read() as tx:
+        query = schema.service.select().where(schema.service.c.customer == customer)
+        return float(tx.connection.execute(query).one().tokens)
+
+
+def sparing(lease: Lease, share: int = 9) -> ChunkResult:
+    """A result that has used a ninth of what `result_of` uses."""
+    result = result_of(lease)
+    return msgspec.structs.replace(
+        result, input_tokens=result.input_tokens // share, output_tokens=result.output_tokens // share
+    )
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_estimates_that_are_too_high_do_not_cost_a_customer_its_turns(ledger: Ledger, is_known: bool) -> None:
+    """Bolt uses a ninth of the tokens that it asks for, whether its history has told that or not."""
     submitted(ledger, "a", [MODEL] * 200, "acme")
-    submitted(ledger, "b", [MODEL] * 200, "bolt", prompt_tokens=20)
+    submitted(ledger, "b", [MODEL] * 200, "bolt")
+    if is_known:
+        with ledger._database.write() as tx:
+            of_bolt = schema.service.update().where(schema.service.c.customer == "bolt")
+            tx.connection.execute(of_bolt.values(estimated_tokens=9e6, real_tokens=1e6))
+    got: Counter[str] = Counter()
+    for _ in range(100):
+        (lease,) = ledger.chunks.lease("w", MODEL, 1)
+        ledger.chunks.commit(lease.ref, sparing(lease) if lease.customer == "bolt" else result_of(lease))
+        got[lease.customer] += 1
+    assert 86 <= got["bolt"] <= 92
+
+
+def test_a_lease_is_charged_as_expected_and_its_end_as_used_once(ledger: Ledger) -> None:
+    submitted(ledger, "a", [MODEL] * 3, "acme")
+    (lease,) = ledger.chunks.lease("w", MODEL, 1)
+    assert counter(ledger, "acme") == CHUNK_TOKENS
+    ledger.chunks.commit(lease.ref, result_of(lease))
+    assert counter(ledger, "acme") == 270.0
+    ledger.chunks.commit(lease.ref, result_of(lease))
+    assert counter(ledger, "acme") == 270.0, "the acknowledgement was lost, and it was committed again"
+
+
+def test_what_is_handed_back_is_charged_what_its_checkpoints_have_used(ledger: Ledger) -> None:
+    submitted(ledger, "a", [MODEL] * 2, "acme")
+    (lease,) = ledger.chunks.lease("w", MODEL, 1)
+    ledger.chunks.checkpoint(lease.ref, part_of(lease, 1, completed=2))
+    ledger.chunks.release(lease.ref, "gives way")
+    assert counter(ledger, "acme") == 2 * 27.0
+    (again,) = ledger.chunks.lease("w", MODEL, 1)
+    assert counter(ledger, "acme") == 2 * 27.0 + 270.0, "as the checkpoints have shown what is used"
+    ledger.chunks.commit(again.ref, result_of(again))
+    assert counter(ledger, "acme") == 270.0
+
+
+def test_a_failed_attempt_stays_charged_until_the_chunk_is_committed(ledger: Ledger) -> None:
+    """Otherwise a customer whose chunks kill their workers would be the least served for ever."""
+    submitted(ledger, "a", [MODEL] * 2, "acme")
+    (lease,) = ledger.chunks.lease("w", MODEL, 1)
+    ledger.chunks.release(lease.ref, "the engine died", failed=True)
+    (again,) = ledger.chunks.lease("w", MODEL, 1)
+    assert counter(ledger, "acme") == 2 * CHUNK_TOKENS
+    ledger.chunks.commit(again.ref, result_of(again))
+    assert counter(ledger, "acme") == 270.0
+
+
+def test_a_chunk_that_an_older_release_has_leased_is_not_corrected(ledger: Ledger) -> None:
+    submitted(ledger, "a", [MODEL], "acme")
+    (lease,) = ledger.chunks.lease("w", MODEL, 1)
     with ledger._database.write() as tx:
-        tx.connection.execute(
-            schema.service.update()
-            .where(schema.service.c.customer == "bolt")
-            .values(estimated_tokens=9e6, real_tokens=1e6)
-        )
-    got = serve(ledger, 100)
-    assert 80 <= got["bolt"] <= 92
+        tx.connection.execute(schema.chunks.update().values(charged=None))
+    ledger.chunks.commit(lease.ref, result_of(lease))
+    assert counter(ledger, "acme") == CHUNK_TOKENS
+
+
+def test_a_correction_gives_no_credit_from_before_a_customer_came(ledger: Ledger) -> None:
+    submitted(ledger, "b1", [MODEL], "bolt")
+    (running,) = ledger.chunks.lease("slow", MODEL, 1)
+    submitted(ledger, "a", [MODEL] * 100, "acme")
+    serve(ledger, 10)
+    submitted(ledger, "b2", [MODEL] * 30, "bolt")
+    assert counter(ledger, "bolt") == counter(ledger, "acme")
+    ledger.chunks.commit(running.ref, sparing(running))
+    assert counter(ledger, "bolt") == counter(ledger, "acme")
+
+
+def test_counters_are_over_the_weight_of_their_customer(ledger: Ledger) -> None:
+    submitted(ledger, "a", [MODEL], "acme")
+    with ledger._database.write() as tx:
+        tx.connection.execute(schema.customers.update().values(weight=2.0))
+    (lease,) = ledger.chunks.lease("w", MODEL, 1)
+    ledger.chunks.commit(lease.ref, result_of(lease))
+    assert counter(ledger, "acme") == 135.0

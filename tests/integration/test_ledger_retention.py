@@ -110,11 +110,16 @@ def test_tables_of_the_first_version_are_brought_up_to_date(ledger_url: str, clo
         "enqueued",
         "sent_sha256",
     )
-    of_customers = ("max_requests", "max_open_batches", "max_enqueued_tokens")
+    added = {
+        "batches": of_batches,
+        "customers": ("max_requests", "max_open_batches", "max_enqueued_tokens"),
+        "chunks": ("charged",),
+        "service": ("floor",),
+    }
     with ledger._database.write() as tx:
         for index in indexes:
             tx.connection.execute(sa.text(f"DROP INDEX {index}"))
-        for table, columns in (("batches", of_batches), ("customers", of_customers)):
+        for table, columns in added.items():
             for column in columns:
                 tx.connection.execute(sa.text(f"ALTER TABLE {table} DROP COLUMN {column}"))
         for table in ("files", "api_keys", "quotas"):

@@ -144,6 +144,49 @@ def test_customers_that_wait_all_the_time_get_service_by_their_weights_within_on
         assert max(had) - min(had) <= one_chunk * (1 + 1e-9)
 
 
+@given(
+    weights=st.lists(st.sampled_from([0.5, 1.0, 2.0, 3.0]), min_size=2, max_size=2),
+    expected=st.lists(st.integers(1, 5000), min_size=2, max_size=2),
+    used=st.lists(st.tuples(st.integers(0, 1), st.integers(0, 6000)), min_size=1, max_size=80),
+    workers=st.integers(1, 6),
+    which=st.randoms(use_true_random=False),
+)
+def test_wrong_estimates_widen_the_gap_by_what_is_out_and_no_more(
+    weights: list[float],
+    expected: list[int],
+    used: list[tuple[int, int]],
+    workers: int,
+    which: random.Random,
+) -> None:
+    """Each step a free worker takes a chunk, or one of those that work commits: charged as used from then on. What
+    chunks really use has nothing to do with what was expected.
+    """
+    names = ["acme", "bolt"]
+    weight, each = dict(zip(names, weights, strict=True)), dict(zip(names, expected, strict=True))
+    waiting = [batch(name, name, pending_chunks=1000, pending_tokens=1000 * each[name]) for name in names]
+    shares = {name: CustomerShare(weight=weight[name]) for name in names}
+    service = dict.fromkeys(names, 0.0)
+    """In tokens as used over weight, counted when a chunk is begun."""
+    out: list[tuple[str, float]] = []
+    largest = wrong = 0.0
+    lead, most_out = [0.0], 0
+    for commits, real in used:
+        if out and (commits or len(out) == workers):
+            name, correction = out.pop(which.randrange(len(out)))
+            shares[name] = msgspec.structs.replace(shares[name], served=shares[name].served + correction)
+            continue
+        name = choose(waiting, shares, 1)[0].batch_id
+        charge = each[name] / weight[name]
+        shares[name] = msgspec.structs.replace(shares[name], served=shares[name].served + charge)
+        service[name] += real / weight[name]
+        out.append((name, real / weight[name] - charge))
+        largest, wrong = max(largest, real / weight[name]), max(wrong, abs(real / weight[name] - charge))
+        most_out = max(most_out, len(out) - 1)
+        lead.append(service["acme"] - service["bolt"])
+    assert max(map(abs, lead)) <= (largest + most_out * wrong) * (1 + 1e-9)
+    assert max(lead) - min(lead) <= 2 * (largest + most_out * wrong) * (1 + 1e-9)
+
+
 def test_weights_of_one_and_three_give_service_one_to_three() -> None:
     waiting = [
         batch(name, customer, pending_chunks=1000, pending_tokens=10**6)
