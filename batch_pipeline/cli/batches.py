@@ -33,6 +33,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON."
 @click.option("--endpoint", default=options.DEFAULT_ENDPOINT, show_default=True, help="The url of its requests.")
 @click.option("--window", help="Time until the deadline: 90m, 24h, 7d. Default: as configured.")
 @click.option("--on-invalid", type=click.Choice(["skip", "fail"]), default="skip", show_default=True)
+@click.option("--share-identical", is_flag=True, help="One call of the engine for requests that are the same.")
 @click.option("--metadata", multiple=True, metavar="KEY=VALUE", help="Kept with the batch; may be repeated.")
 @click.option("--idempotency-key", help="Submitting again with the same key returns the same batch.")
 @click.option("--wait", is_flag=True, help="Watch it until its end; the exit status is that of `watch`.")
@@ -47,6 +48,7 @@ def submit(
     endpoint: str,
     window: str | None,
     on_invalid: str,
+    share_identical: bool,
     metadata: tuple[str, ...],
     idempotency_key: str | None,
     wait: bool,
@@ -61,7 +63,7 @@ def submit(
             endpoint=endpoint,
             window=window,
             on_invalid=on_invalid,
-            metadata=_pairs(metadata),
+            metadata=_pairs(metadata) | ({options.SHARE_IDENTICAL: "yes"} if share_identical else {}),
             idempotency_key=idempotency_key,
         )
         batch_id = app.door.submit(wanted)

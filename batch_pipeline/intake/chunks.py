@@ -17,12 +17,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 import pyarrow as pa
 
 from batch_pipeline.errors import ProofFailed
 from batch_pipeline.intake import spool
 from batch_pipeline.intake.bodies import FORWARDED
+from batch_pipeline.intake.identical import first_twins
 from batch_pipeline.intake.lines import readable_custom_id
+from batch_pipeline.intake.options import shares_identical
 from batch_pipeline.intake.order import Cut, cut
 from batch_pipeline.intake.table import RequestTable
 from batch_pipeline.intake.validate import awaits_intake
@@ -65,6 +68,8 @@ class _Row(NamedTuple):
     rewrite: bool
     prompt_tokens: int
     max_tokens: int
+    twin: int
+    """Equal for requests that share one call of the engine, another for each where none do."""
 
 
 def write_chunks(
@@ -137,7 +142,7 @@ def _write_all(
     chunks: list[NewChunk] = []
     with ThreadPoolExecutor(_WRITERS, thread_name_prefix="intake-write") as writers:
         under_way: deque[Future[None]] = deque()
-        for model, rows in _cuts(table, settings):
+        for model, rows in _cuts(batch, table, descriptor, settings):
             key = keys.chunk_input(batch.batch_id, len(chunks))
             chunks.append(_described(len(chunks), model, key, rows))
             if len(under_way) > _WRITERS:
@@ -148,11 +153,13 @@ def _write_all(
     return chunks
 
 
-def _cuts(table: RequestTable, settings: Settings) -> Iterator[tuple[str, list[_Row]]]:
+def _cuts(batch: Batch, table: RequestTable, descriptor: int, settings: Settings) -> Iterator[tuple[str, list[_Row]]]:
     for segment in table.segments(settings.intake.segment_requests):
         segment = segment.combine_chunks()  # noqa: PLW2901 - the same rows, in one piece
-        columns = segment.select(list(_COLUMNS))
-        for chunk in cut(segment, settings.intake):
+        twins = first_twins(segment, descriptor, batch.endpoint) if shares_identical(batch.metadata) else None
+        own = np.arange(segment.num_rows)
+        columns = segment.select(list(_COLUMNS)).append_column("twin", pa.array(own if twins is None else twins))
+        for chunk in cut(segment, settings.intake, twins):
             yield chunk.model, _rows(columns, chunk)
 
 
@@ -176,7 +183,11 @@ def _described(number: int, model: str, key: str, rows: list[_Row]) -> NewChunk:
 
 def _put(store: ObjectStore, key: str, rows: list[_Row], descriptor: int, endpoint: str) -> None:
     """Write one chunk's input. Killed before the end nothing is visible; a repetition writes the same bytes."""
-    requests = [_request(row, line, endpoint) for row, line in zip(rows, _lines(rows, descriptor), strict=True)]
+    firsts: dict[int, int] = {}
+    requests = []
+    for row, line in zip(rows, _lines(rows, descriptor), strict=True):
+        first = firsts.setdefault(row.twin, row.line_index)
+        requests.append(_request(row, line, endpoint, -1 if first == row.line_index else first))
     store.put(key, write_chunk_input(requests))
 
 
@@ -194,7 +205,7 @@ def _lines(rows: list[_Row], descriptor: int) -> Iterator[bytes]:
             yield os.pread(descriptor, row.line_bytes, row.line_offset)
 
 
-def _request(row: _Row, line: bytes, endpoint: str) -> ChunkRequest:
+def _request(row: _Row, line: bytes, endpoint: str, same_as: int) -> ChunkRequest:
     body = line[row.body_start : row.body_start + row.body_bytes]
     if not (len(line) == row.line_bytes and body.startswith(b"{") and body.endswith(b"}")):
         raise ProofFailed([f"the input has another line {row.line_index + 1} than the one that was validated"])
@@ -204,7 +215,7 @@ def _request(row: _Row, line: bytes, endpoint: str) -> ChunkRequest:
         custom_id = readable_custom_id(line) or ""
     else:
         custom_id = line[row.id_start : row.id_start + row.id_bytes].decode()
-    return ChunkRequest(row.line_index, custom_id, body, row.prompt_tokens, row.max_tokens)
+    return ChunkRequest(row.line_index, custom_id, body, row.prompt_tokens, row.max_tokens, same_as)
 
 
 def _forwarded(body: bytes, endpoint: str) -> bytes:

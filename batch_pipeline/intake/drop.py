@@ -34,7 +34,7 @@ from batch_pipeline import ids
 from batch_pipeline.errors import CustomerError, StoreError
 from batch_pipeline.intake import drop_cancel
 from batch_pipeline.intake.drop_inbox import ACTOR, CANCEL, FILE, Drop, Taken, drop_of, remove
-from batch_pipeline.intake.options import Options, choose
+from batch_pipeline.intake.options import SHARE_IDENTICAL, Options, choose
 from batch_pipeline.ledger import Ledger
 from batch_pipeline.ledger.records import Batch, Door, NewBatch
 from batch_pipeline.results import outbox
@@ -44,7 +44,7 @@ from batch_pipeline.wire import codes
 
 _LEFT_ALONE = "/"
 _METADATA_PREFIX = "metadata-"
-_OPTIONS = ("completion-window", "on-invalid", "endpoint")
+_OPTIONS = ("completion-window", "on-invalid", "endpoint", SHARE_IDENTICAL)
 _TOOLS_OWN = frozenset({"mtime", "md5chksum", "s3cmd-attrs", "src_last_modified_millis"})
 """Metadata that upload tools add by themselves."""
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
@@ -225,6 +225,7 @@ def _options(metadata: dict[str, str], settings: Settings) -> Options:
         endpoint=given.get("endpoint"),
         window=given.get("completion-window"),
         on_invalid=given.get("on-invalid"),
+        share_identical=given.get(SHARE_IDENTICAL),
         metadata=own,
     )
 

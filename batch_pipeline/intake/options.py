@@ -23,6 +23,8 @@ MAX_METADATA_PAIRS = 16
 MAX_METADATA_KEY_CHARACTERS = 64
 MAX_METADATA_VALUE_CHARACTERS = 512
 """The three limits are those of OpenAI's batch API."""
+SHARE_IDENTICAL = "share-identical"
+"""The pair of the metadata that says whether identical requests are to share one call of the engine."""
 
 _WINDOW = re.compile(r"([0-9]{1,9})([smhd])")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
@@ -47,15 +49,26 @@ def choose(
     endpoint: str | None = None,
     window: str | None = None,
     on_invalid: str | None = None,
+    share_identical: str | None = None,
     metadata: Mapping[str, str] | None = None,
 ) -> Options:
-    """Return checked options, with the default for each that is None. Raises CustomerError."""
+    """Return checked options, with the default for each that is None. Raises CustomerError.
+
+    `share_identical` is kept as a pair of the metadata, which says the same where it is given there: so every client of
+    OpenAI's API can ask for it.
+    """
+    chosen = {} if share_identical is None else {SHARE_IDENTICAL: share_identical}
     return Options(
         endpoint=parse_endpoint(DEFAULT_ENDPOINT if endpoint is None else endpoint),
         window_seconds=limits.default_window_seconds if window is None else parse_window(window, limits),
         on_invalid=OnInvalid.SKIP if on_invalid is None else parse_on_invalid(on_invalid),
-        metadata=check_metadata(metadata or {}),
+        metadata=check_metadata({**(metadata or {}), **chosen}),
     )
+
+
+def shares_identical(metadata: Mapping[str, str]) -> bool:
+    """Return whether identical requests of the batch with this metadata share one call of the engine."""
+    return metadata.get(SHARE_IDENTICAL) == "yes"
 
 
 def parse_window(text: str, limits: configuration.Intake) -> int:
@@ -106,6 +119,8 @@ def check_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
             raise _refused(f"metadata {key}", value, "only printable text is kept")
         if len(value) > MAX_METADATA_VALUE_CHARACTERS:
             raise _refused(f"metadata {key}", value, f"a value has at most {MAX_METADATA_VALUE_CHARACTERS} characters")
+    if metadata.get(SHARE_IDENTICAL, "no") not in ("yes", "no"):
+        raise _refused(SHARE_IDENTICAL, metadata[SHARE_IDENTICAL], "it may be yes or no")
     return dict(metadata)
 
 

@@ -83,13 +83,28 @@ def order(segment: pa.Table) -> OrderedSegment:
     )
 
 
-def cut(segment: pa.Table, limits: Intake) -> Iterator[Cut]:
+def together(ordered: OrderedSegment, twins: Rows) -> OrderedSegment:
+    """Return the order with identical requests next to each other, where the first of them stood.
+
+    `twins` says for each row of the segment which is the first that is identical: itself where there is none before.
+    """
+    count = len(ordered.rows)
+    firsts = np.full(count, count, dtype=np.int64)
+    # By the first row of each set of twins: the place of the foremost of them.
+    np.minimum.at(firsts, twins[ordered.rows], np.arange(count))
+    place = firsts[twins[ordered.rows]]
+    moved = np.argsort(place, kind="stable")
+    has_twin = np.bincount(place, minlength=count)[place] > 1
+    return OrderedSegment(ordered.rows[moved], ordered.leaves[place[moved]], (ordered.shares | has_twin)[moved])
+
+
+def cut(segment: pa.Table, limits: Intake, twins: Rows | None = None) -> Iterator[Cut]:
     """Yield the chunks of a segment: each of one model, full by requests, by tokens or by bytes, whichever comes first.
 
     A request that is larger than a chunk may be has a chunk of its own. A small group that shares a prefix is not
-    divided where a slightly earlier cut avoids it.
+    divided where a slightly earlier cut avoids it. With `twins` (see `together`) identical requests are neighbours.
     """
-    ordered = order(segment)
+    ordered = order(segment) if twins is None else together(order(segment), twins)
     prompts = _column(segment, "prompt_tokens", ordered.rows)
     tokens = prompts + _column(segment, "max_tokens", ordered.rows)
     lengths = _column(segment, "body_bytes", ordered.rows)

@@ -96,6 +96,7 @@ def build_manifest(
         deadline_at=batch.deadline_at,
         counts=counted.counts,
         usage=counted.usage,
+        shared_requests=counted.shared_requests,
         models=models,
         cost=total_cost(bill),
         input=InputFacts(

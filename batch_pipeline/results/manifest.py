@@ -138,6 +138,10 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
     counts: Counts
     usage: Usage
     """Counted in the responses of the output file."""
+    shared_requests: int = 0
+    """Requests that took the result of an identical one, as the customer had asked: no call of the engine, no tokens,
+    and nothing to pay.
+    """
     models: list[ModelUsage]
     cost: Decimal | None
     """In US dollars, at the batch price, exact; null where a price is not known."""

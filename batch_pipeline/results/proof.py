@@ -42,6 +42,8 @@ class Counted(msgspec.Struct, frozen=True, kw_only=True):
     input_sha256: str | None
     counts: Counts
     usage: Usage
+    shared_requests: int = 0
+    """Requests whose result another one brought, which the customer had asked for; they are in `counts` as well."""
     output: FileFacts | None
     errors: FileFacts | None
 
@@ -87,6 +89,7 @@ def count_files(files: Files, store: ObjectStore, problems: Problems, taps: Taps
             invalid=errors.invalid,
         ),
         usage=output.usage,
+        shared_requests=output.shared + errors.shared,
         output=output.facts,
         errors=errors.facts,
     )

@@ -38,6 +38,7 @@ class _OutputLine(msgspec.Struct, kw_only=True):
     custom_id: str | None
     response: _Answer
     error: None
+    shared_with: str | None = None
 
 
 class _OddOutputLine(msgspec.Struct, kw_only=True):
@@ -45,6 +46,7 @@ class _OddOutputLine(msgspec.Struct, kw_only=True):
     custom_id: str | None
     response: _AnyAnswer
     error: None
+    shared_with: str | None = None
 
 
 class _ErrorLine(msgspec.Struct, kw_only=True):
@@ -52,6 +54,7 @@ class _ErrorLine(msgspec.Struct, kw_only=True):
     custom_id: str | None
     response: _AnyAnswer | None
     error: _Error | None
+    shared_with: str | None = None
 
 
 _output_decoder = msgspec.json.Decoder(_OutputLine)
@@ -83,6 +86,8 @@ class ResultFile:
         self.lines = 0
         self.index = -1
         self.custom_id: str | None = None
+        self.shared = 0
+        """Lines taken so far whose result another request brought."""
 
     def advance(self) -> None:
         """Go to the next line that is a result of this batch and stands in order."""
@@ -118,6 +123,17 @@ class ResultFile:
 
     def _decode(self, data: bytes) -> tuple[str, str | None]:
         raise NotImplementedError
+
+    def _is_shared(self, shared_with: str | None) -> bool:
+        """Count the current line as shared where it is; report one that names no other request of the batch."""
+        if shared_with is None:
+            return False
+        self.shared += 1
+        ran = ids.index_of(self._batch_id, shared_with)
+        if ran is None or ran == self.index:
+            shown = repr(shared_with[:_PRINTED_CHARACTERS])
+            self.problems.add(Finding.NOTHING_UNKNOWN, f"{self.here}: it shares the result of {shown}")
+        return True
 
     def _identify(self, data: bytes | None) -> int | None:
         if data is None:
@@ -164,12 +180,15 @@ class OutputFile(ResultFile):
     ) -> None:
         super().__init__(store, batch_id, key, problems, tap)
         self._answer: _Answer | _AnyAnswer | None = None
+        self._shared_with: str | None = None
         self._input_tokens = self._cached_tokens = self._output_tokens = 0
         self.completed = 0
 
     @property
     def usage(self) -> Usage:
-        """Tokens of the lines taken so far, as the engine reported them in its answers."""
+        """Tokens of the lines taken so far, as the engine reported them in its answers; of an answer that is shared
+        they count once, with the request that was run.
+        """
         return Usage(
             input_tokens=self._input_tokens, cached_tokens=self._cached_tokens, output_tokens=self._output_tokens
         )
@@ -178,9 +197,10 @@ class OutputFile(ResultFile):
         """Count the current line as completed."""
         self.completed += 1
         answer = self._answer
+        is_shared = self._is_shared(self._shared_with)
         if answer is None or not 200 <= answer.status_code < 300:
             self.problems.add(Finding.NOTHING_UNKNOWN, f"{self.here}: not an answer of success")
-        elif isinstance(answer, _Answer):
+        elif isinstance(answer, _Answer) and not is_shared:
             tokens = tokens_of(answer.body.usage)
             self._input_tokens += tokens.input
             self._cached_tokens += tokens.cached
@@ -193,7 +213,7 @@ class OutputFile(ResultFile):
         except msgspec.ValidationError:
             # An engine may answer with JSON of any form; then it tells no usage.
             line = _odd_output_decoder.decode(data)
-        self._answer = line.response
+        self._answer, self._shared_with = line.response, line.shared_with
         return line.id, line.custom_id
 
 
@@ -224,6 +244,7 @@ class ErrorFile(ResultFile):
         line = self._line
         if line is None or (line.error is None) == (line.response is None):
             self.problems.add(Finding.NOTHING_UNKNOWN, f"{self.here}: it must have either an error or a response")
+        self._is_shared(None if line is None else line.shared_with)
         error = None if line is None else line.error
         if error is not None and error.line is not None:
             self.invalid += 1

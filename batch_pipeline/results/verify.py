@@ -104,6 +104,7 @@ def _compare_with_manifest(batch: Batch, says: Manifest, counted: Counted, probl
     _compare_counts(counted.counts, by, says.counts, problems)
     problems.differ("requests that ended", counted.counts.total, by, says.counts.ended)
     problems.differ("tokens", counted.usage, by, says.usage)
+    problems.differ("shared requests", counted.shared_requests, by, says.shared_requests)
     if counted.input_sha256 is not None:
         problems.differ("sha256 of the input", counted.input_sha256, by, says.input.sha256)
         problems.differ("bytes of the input", counted.input_bytes, by, says.input.bytes)

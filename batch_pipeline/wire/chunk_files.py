@@ -31,8 +31,11 @@ INPUT_SCHEMA = pa.schema(
         pa.field("body", pa.binary(), nullable=False),
         pa.field("prompt_tokens", pa.int32(), nullable=False),
         pa.field("max_tokens", pa.int32(), nullable=False),
+        pa.field("same_as", pa.int64(), nullable=False),
     ]
 )
+_ONLY_WHERE_SHARED = frozenset({"same_as"})
+"""Columns that are written only where some row says something there."""
 PART_SCHEMA = pa.schema(
     [
         pa.field("index", pa.int64(), nullable=False),
@@ -64,6 +67,8 @@ class ChunkRequest(msgspec.Struct, frozen=True, gc=False):
     body: bytes
     prompt_tokens: int
     max_tokens: int
+    same_as: int = -1
+    """The request of this chunk, before this one in its order, whose answer this one takes; -1 where it has its own."""
 
 
 class FinishedRequest(msgspec.Struct, frozen=True, gc=False):
@@ -112,11 +117,15 @@ class ResultObject(NamedTuple):
 
 def write_chunk_input(requests: Iterable[ChunkRequest]) -> bytes:
     """Return input.parquet with one row for each request, in the order given."""
-    return _write(requests, INPUT_SCHEMA)
+    rows = list(requests)
+    shares = any(request.same_as >= 0 for request in rows)
+    return _write(rows, INPUT_SCHEMA if shares else _without_shared(INPUT_SCHEMA))
 
 
 def read_chunk_input(data: bytes, columns: Sequence[str] = tuple(INPUT_SCHEMA.names)) -> pa.Table:
-    """Return the named columns of input.parquet; others are not decoded. Raises DamagedFile."""
+    """Return the named columns of input.parquet; others are not decoded. `same_as`, the last one, is missing where no
+    request shares an answer. Raises DamagedFile.
+    """
     return _read(data, INPUT_SCHEMA, columns)
 
 
@@ -188,6 +197,7 @@ def read_lines_table(data: bytes) -> LinesTable:
 
 def _write(rows: Iterable[msgspec.Struct], schema: pa.Schema) -> bytes:
     columns = list(zip(*map(msgspec.structs.astuple, rows), strict=True)) or [()] * len(schema)
+    columns = columns[: len(schema)]
     arrays = [pa.array(column, type=field.type) for column, field in zip(columns, schema, strict=True)]
     return _encode(pa.table(arrays, schema=schema))
 
@@ -200,14 +210,16 @@ def _encode(table: pa.Table) -> bytes:
 
 
 def _read(data: bytes, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:
-    wanted = pa.schema([schema.field(name) for name in columns])
     try:
         with pq.ParquetFile(pa.BufferReader(data)) as file:
-            table = file.read(columns=list(columns), use_threads=False)
+            missing = _ONLY_WHERE_SHARED - set(file.schema_arrow.names)
+            columns = [name for name in columns if name not in missing]
+            table = file.read(columns=columns, use_threads=False)
     except (pa.ArrowException, OSError) as error:
         raise DamagedFile(f"not readable as Parquet: {error}") from error
+    wanted = pa.schema([schema.field(name) for name in columns])
     if set(table.schema.names) == set(columns):
-        table = table.select(list(columns))
+        table = table.select(columns)
     if table.schema.names != wanted.names or table.schema.types != wanted.types:
         raise DamagedFile(f"columns are {_described(table.schema)}, not {_described(wanted)}")
     for name, column in zip(table.schema.names, table.columns, strict=True):
@@ -218,6 +230,10 @@ def _read(data: bytes, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:
 
 def _rows(table: pa.Table) -> Iterable[tuple[Any, ...]]:
     return zip(*(column.to_pylist() for column in table.columns), strict=True)
+
+
+def _without_shared(schema: pa.Schema) -> pa.Schema:
+    return pa.schema([field for field in schema if field.name not in _ONLY_WHERE_SHARED])
 
 
 def _described(schema: pa.Schema) -> str:

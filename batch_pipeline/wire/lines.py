@@ -40,11 +40,19 @@ class ResultLine(msgspec.Struct, frozen=True):
     custom_id: str | None
     response: EngineResponse | None
     error: LineError | None
+    shared_with: str | msgspec.UnsetType = msgspec.UNSET
+    """The id of the request of the same batch that was run for this one too; left out where it ran itself."""
 
 
 _encoder = msgspec.json.Encoder()
+_decoder = msgspec.json.Decoder(ResultLine)
 
 
 def encode_result(line: ResultLine) -> bytes:
     """Return the line as JSON with its newline."""
     return _encoder.encode(line) + b"\n"
+
+
+def decode_result(line: bytes) -> ResultLine:
+    """Return what `encode_result` was given. Raises msgspec.DecodeError where it did not write this."""
+    return _decoder.decode(line)

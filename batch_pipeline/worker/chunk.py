@@ -17,6 +17,7 @@ from batch_pipeline.errors import ProofFailed
 from batch_pipeline.ledger.records import Lease, LeaseRef
 from batch_pipeline.store import keys
 from batch_pipeline.wire.chunk_files import ChunkRequest, FinishedRequest
+from batch_pipeline.worker import outcome
 
 
 class Phase(Enum):
@@ -51,6 +52,8 @@ class HeldChunk:
         """One writer at a time: checkpoint, commit, release."""
         self._results: dict[int, FinishedRequest] = {}
         self._expected: frozenset[int] = frozenset()
+        self._sharing: dict[int, list[ChunkRequest]] = {}
+        """Requests that take the result of another, which waits or is in flight: by its index."""
 
     @property
     def ref(self) -> LeaseRef:
@@ -79,11 +82,27 @@ class HeldChunk:
             if result.index not in self._expected:
                 raise ProofFailed([f"{self}: a checkpoint holds request {result.index}, which is not of this chunk"])
             self._results.setdefault(result.index, result)
-        self.waiting.extend(request for request in requests if request.index not in self._results)
+        to_run = {request.index for request in requests if request.same_as < 0} - self._results.keys()
+        for request in requests:
+            if request.index in self._results:
+                continue
+            if request.same_as in to_run:
+                self._sharing.setdefault(request.same_as, []).append(request)
+            else:
+                self.waiting.append(request)
         self.phase = Phase.RUNNING
 
     def finish(self, result: FinishedRequest) -> None:
-        """Take the result of a request. Raises ProofFailed where it has one already: a request has exactly one."""
+        """Take the result of a request, and with it those of the requests that share it.
+
+        All of them are in the same checkpoint, or none: killed before that is written, one of them runs again for all.
+        Raises ProofFailed where one has a result already: a request has exactly one.
+        """
+        self._take(result)
+        for request in self._sharing.pop(result.index, ()):
+            self._take(outcome.shared(self.ref.batch_id, request, result))
+
+    def _take(self, result: FinishedRequest) -> None:
         if result.index in self._results or result.index not in self._expected:
             raise ProofFailed([f"{self}: request {result.index} has a result already, or is not of this chunk"])
         self._results[result.index] = result

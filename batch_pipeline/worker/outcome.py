@@ -10,7 +10,7 @@ import msgspec
 from batch_pipeline import ids
 from batch_pipeline.engine.client import Answer, with_member
 from batch_pipeline.wire.chunk_files import ChunkRequest, FinishedRequest
-from batch_pipeline.wire.lines import EngineResponse, LineError, ResultLine, encode_result
+from batch_pipeline.wire.lines import EngineResponse, LineError, ResultLine, decode_result, encode_result
 
 _REFUSALS = frozenset({401, 403, 407, 408, 425, 429, 503})
 """Statuses that say nothing about the request: the engine as a whole is busy, away, or does not know us."""
@@ -100,3 +100,14 @@ def from_error(batch_id: str, request: ChunkRequest, code: str, message: str) ->
         error=LineError(code, message),
     )
     return FinishedRequest(request.index, True, encode_result(line), 0, 0, 0)
+
+
+def shared(batch_id: str, request: ChunkRequest, ran: FinishedRequest) -> FinishedRequest:
+    """Return the result of a request that takes the one of another; its tokens count there."""
+    line = msgspec.structs.replace(
+        decode_result(ran.line),
+        id=ids.request_id(batch_id, request.index),
+        custom_id=request.custom_id,
+        shared_with=ids.request_id(batch_id, ran.index),
+    )
+    return FinishedRequest(request.index, ran.is_error, encode_result(line), 0, 0, 0)

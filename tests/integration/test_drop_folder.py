@@ -73,11 +73,16 @@ def test_a_dropped_file_becomes_a_batch(ledger: Ledger, store: ObjectStore, sett
 
 
 def test_options_are_metadata(ledger: Ledger, store: ObjectStore, settings: Settings, put: Put) -> None:
-    options = {"completion_window": "90m", "on_invalid": "fail", "endpoint": "/v1/embeddings"}
+    options = {
+        "completion_window": "90m",
+        "on_invalid": "fail",
+        "endpoint": "/v1/embeddings",
+        "share_identical": "yes",
+    }
     put("inbox/acme/a.jsonl", **options, metadata_team="search", mtime="1700000000.5")
     batch = ledger.batches.get(str(take(ledger, store, settings)[0].batch_id))
     assert (batch.window_seconds, batch.on_invalid, batch.endpoint) == (5400, OnInvalid.FAIL, "/v1/embeddings")
-    assert batch.metadata == {"team": "search"}
+    assert batch.metadata == {"team": "search", "share-identical": "yes"}
 
 
 @pytest.mark.parametrize(
@@ -88,6 +93,7 @@ def test_options_are_metadata(ledger: Ledger, store: ObjectStore, settings: Sett
         ({"completion_window": "8d"}, "completion window"),
         ({"on_invalid": "ignore"}, "on-invalid"),
         ({"endpoint": "/v1/images"}, "endpoint"),
+        ({"share_identical": "maybe"}, "share-identical"),
         ({"complection_window": "24h"}, "complection-window"),
         ({"metadata_x": "y" * 600}, "metadata x"),
     ],

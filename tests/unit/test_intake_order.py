@@ -11,7 +11,7 @@ import pyarrow as pa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batch_pipeline.intake.order import Cut, cut, order
+from batch_pipeline.intake.order import Cut, cut, order, together
 from batch_pipeline.intake.table import SCHEMA
 from batch_pipeline.settings import Intake
 
@@ -143,3 +143,18 @@ def test_groups_of_every_depth_are_never_interrupted(rows: list[dict[str, Any]])
             if not seen or seen[-1] != key:
                 seen.append(key)
         assert len(seen) == len(set(seen)), depth
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=60), st.integers(1, 20))
+@settings(max_examples=50, deadline=None)
+def test_identical_requests_are_neighbours_and_every_row_is_in_one_chunk(kinds: list[int], size: int) -> None:
+    # Kind 0 stands for requests that are identical to no other.
+    twins = np.array([row if kind == 0 else kinds.index(kind) for row, kind in enumerate(kinds)])
+    segment = table([{"prefix": [f"own {row}"] if kind == 0 else [f"kind {kind}"]} for row, kind in enumerate(kinds)])
+    found = together(order(segment), twins)
+    runs = twins[found.rows]
+    assert np.count_nonzero(np.diff(runs)) + 1 == len(set(runs.tolist()))
+    assert (np.diff(found.leaves) >= 0).all()
+    limits = msgspec.structs.replace(Intake(), chunk_requests=size)
+    rows = [row for chunk in cut(segment, limits, twins) for row in chunk.rows.tolist()]
+    assert sorted(rows) == list(range(len(kinds)))

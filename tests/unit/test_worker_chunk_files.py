@@ -33,6 +33,14 @@ def test_a_chunk_input_is_read_back_as_it_was_written_in_its_order(rows: list[Ch
     assert table.schema.names == ["custom_id", "index"]
 
 
+def test_requests_that_share_an_answer_are_read_back_and_the_column_is_there_only_then() -> None:
+    rows = [ChunkRequest(4, "a", b"{}", 1, 1), ChunkRequest(7, "b", b"{}", 1, 1, same_as=4)]
+    data = chunk_files.write_chunk_input(rows)
+    assert chunk_files.read_requests(data) == rows
+    assert chunk_files.read_chunk_input(data).schema.names[-1] == "same_as"
+    assert chunk_files.read_chunk_input(chunk_files.write_chunk_input(rows[:1])).schema.names[-1] == "max_tokens"
+
+
 @given(finished)
 def test_a_part_is_read_back_as_it_was_written(rows: list[FinishedRequest]) -> None:
     assert chunk_files.read_part(chunk_files.write_part(rows)) == rows

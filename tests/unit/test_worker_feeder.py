@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
+from batch_pipeline.engine import Answer
 from batch_pipeline.errors import ProofFailed
 from batch_pipeline.ledger.records import Lease, LeaseRef
 from batch_pipeline.wire.chunk_files import ChunkRequest, FinishedRequest
+from batch_pipeline.worker import outcome
 from batch_pipeline.worker.chunk import Flight, HeldChunk, Phase
 from batch_pipeline.worker.feeder import Feeder
 
@@ -176,3 +179,52 @@ def test_a_probe_is_a_request_that_has_not_failed_yet_and_of_another_chunk_than_
 
     assert [probe(), probe(), probe()] == [2, 3, failed.request.index]
     assert feeder.next_probe(1.0, 0.0, nobody) is None
+
+
+def shared_rows() -> list[ChunkRequest]:
+    """Three requests that share the answer of the first, and one of its own."""
+    same_as = {2: 1, 3: 1}
+    return [ChunkRequest(index, str(index), b"{}", 1, 1, same_as.get(index, -1)) for index in (1, 2, 3, 4)]
+
+
+def answered(index: int) -> FinishedRequest:
+    request = ChunkRequest(index, str(index), b"{}", 1, 1)
+    usage = {"prompt_tokens": 5, "completion_tokens": 7}
+    answer = Answer(200, msgspec.json.encode({"usage": usage}), True, "engine-id", 5, 2, 7, None, "")
+    return outcome.from_answer(BATCH, request, answer)
+
+
+def test_of_identical_requests_one_is_fed_and_its_result_is_that_of_all_at_once() -> None:
+    chunk = held(0, [1, 2, 3, 4], load=False)
+    chunk.load(shared_rows(), [])
+    feeder = Feeder()
+    feeder.add(chunk)
+    assert (feeder.unfed, feed_all(feeder)) == (2, [1, 4])
+    chunk.finish(answered(1))
+    assert [result.index for result in chunk.unsaved] == [1, 2, 3]
+    lines = [msgspec.json.decode(result.line) for result in chunk.unsaved]
+    assert [line["custom_id"] for line in lines] == ["1", "2", "3"]
+    assert [line.get("shared_with") for line in lines] == [None, lines[0]["id"], lines[0]["id"]]
+    assert lines[0]["response"] == lines[1]["response"] == lines[2]["response"]
+    assert [result.output_tokens for result in chunk.unsaved] == [7, 0, 0]
+    assert not chunk.is_complete
+    chunk.finish(answered(4))
+    assert sorted(result.index for result in chunk.results()) == [1, 2, 3, 4]
+
+
+def test_the_next_attempt_runs_none_of_a_group_that_a_checkpoint_has_and_one_of_a_group_that_none_has() -> None:
+    first = held(0, [1, 2, 3, 4], load=False)
+    first.load(shared_rows(), [])
+    first.finish(answered(1))
+    second = held(0, [1, 2, 3, 4], load=False)
+    second.load(shared_rows(), first.unsaved)
+    assert [request.index for request in second.waiting] == [4]
+    third = held(0, [1, 2, 3, 4], load=False)
+    third.load(shared_rows(), [answered(4)])
+    assert [request.index for request in third.waiting] == [1]
+
+
+def test_a_request_whose_twin_alone_has_a_result_runs_itself() -> None:
+    chunk = held(0, [1, 2, 3, 4], load=False)
+    chunk.load(shared_rows(), [answered(1)])
+    assert [request.index for request in chunk.waiting] == [2, 3, 4]
