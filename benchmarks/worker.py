@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 
 from batch_pipeline import intake
 from batch_pipeline import settings as configuration
@@ -74,12 +75,16 @@ class Ours(msgspec.Struct, frozen=True):
 
 
 class Sides(msgspec.Struct, frozen=True):
-    """One round of one case: seconds of each side for the same file."""
+    """One round of one case: seconds of each side for the same file, and processor seconds of each."""
 
     case: str
     requests: int
     ours: Ours
     theirs: float
+    our_processor: float
+    our_engine_processor: float
+    their_processor: float
+    """With their engine."""
 
 
 def main() -> None:
@@ -134,18 +139,31 @@ async def compare(
             warm = write(folder / "warm.jsonl", "a", WARM_UP, options)
             await asyncio.to_thread(ours.run, warm)
             theirs.run(warm)
+            processes = [psutil.Process(pid) for pid in (os.getpid(), engine.pid, theirs.pid)]
             measured = []
             for round_number in range(options.rounds):
                 for case in cases:
                     file = write(folder / f"{case}-{round_number}.jsonl", case, options.requests, options)
+                    used = [used_by(process) for process in processes]
                     mine, tokens = await asyncio.to_thread(ours.run, file)
                     seconds = theirs.run(file)
                     check_same(theirs.answers, options.requests, tokens)
-                    measured.append(Sides(case, options.requests, mine, seconds))
+                    spent = [used_by(process) - before for process, before in zip(processes, used, strict=True)]
+                    measured.append(Sides(case, options.requests, mine, seconds, *spent))
                     print(msgspec.json.encode(measured[-1]).decode(), file=sys.stderr, flush=True)
             return measured
     finally:
         await engine.stop()
+
+
+def used_by(process: psutil.Process) -> float:
+    """Return the processor seconds of a process, and of those that it has started: of this one only those that have
+    ended, which are intake's.
+    """
+    if process.pid == os.getpid():
+        return sum(process.cpu_times()[:4])
+    family = [process, *process.children(recursive=True)]
+    return sum(sum(member.cpu_times()[:2]) for member in family)
 
 
 class OurSide:
@@ -211,6 +229,7 @@ class TheirSide:
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
+        self.pid = process.pid
         self.answers = Path()
         """What it has written for the last file."""
 
@@ -323,14 +342,18 @@ def print_table(measured: list[Sides], options: argparse.Namespace) -> None:
         f"{options.model.name} on {platform.machine()}: max_num_seqs {options.max_num_seqs}, ours with at most "
         f"{options.in_flight} in flight; requests a second\n"
     )
-    print("| case | ours: intake + worker + merge, seconds | ours | theirs | ratio | the worker alone |")
-    print("| --- | --- | --- | --- | --- | --- |")
+    print(
+        "| case | ours: intake + worker + merge, seconds | ours | theirs | ratio | the worker alone "
+        "| processor seconds: ours + engine / theirs |"
+    )
+    print("| --- | --- | --- | --- | --- | --- | --- |")
     for sides in measured:
         ours = sides.ours
         print(
             f"| {sides.case} | {ours.intake:.2f} + {ours.worker:.2f} + {ours.merge:.2f} "
             f"| {sides.requests / ours.seconds:.1f} | {sides.requests / sides.theirs:.1f} "
-            f"| {sides.theirs / ours.seconds:.2f} | {sides.theirs / ours.worker:.2f} |"
+            f"| {sides.theirs / ours.seconds:.2f} | {sides.theirs / ours.worker:.2f} "
+            f"| {sides.our_processor:.1f} + {sides.our_engine_processor:.1f} / {sides.their_processor:.1f} |"
         )
     for case in sorted({sides.case for sides in measured}):
         rounds = [sides for sides in measured if sides.case == case]
