@@ -95,10 +95,7 @@ def gpu_worker_job(model_name: str, model: Model, worker_settings: Worker) -> dg
             on_batch_drained=report_drained,
             on_signal=told_to_end,
         )
-        context.log.info(
-            f"worker left ({report.ended}): {report.chunks} chunks, {report.requests} requests, "
-            f"{report.output_tokens} tokens generated in {report.seconds:.0f} s"
-        )
+        context.log.info(str(report))
         if report.ended == worker.Ended.SIGNAL:
             # The run ends as cancelled: not as a success, nor as a failure that alarms.
             told_to_end()

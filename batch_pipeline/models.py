@@ -17,6 +17,8 @@ ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", MESSAG
 """Endpoints that a model can be served on; a batch names one of them."""
 INLINE_MEDIA = "data:"
 """The word in `allowed_media_hosts` for media that stand in the request itself."""
+DEFAULT_IN_FLIGHT = 64
+"""Requests in the engine at once, where nobody has configured or measured how many are best."""
 
 
 class Prices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -81,8 +83,12 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How long a start may take before the worker gives up and says so."""
     pool_limit: int = 1
     """How many workers of this model may run at once: the limit of the Dagster pool of its name."""
-    max_in_flight: int = 64
-    """Requests that a worker keeps in the engine at once; enough for its continuous batching to be full."""
+    max_in_flight: int | None = None
+    """Requests that a worker keeps in the engine at once; enough for its continuous batching to be full. Unset: what a
+    calibration has found for the worker's kind of machine, `DEFAULT_IN_FLIGHT` where there is none.
+    """
+    calibrate: bool = False
+    """Whether a worker that finds no calibration for its kind of machine makes one while it works."""
     max_choices: int = 16
     """Largest `n` of a request; vLLM takes thousands and is busy with one of them for half a minute."""
     default_output_tokens: int = 256
@@ -98,6 +104,11 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prices: Prices = Prices()
     shared: Shared = Shared()
     kubernetes: Kubernetes = Kubernetes()
+
+    @property
+    def most_in_flight(self) -> int:
+        """How many requests are in flight at most while no calibration says otherwise."""
+        return DEFAULT_IN_FLIGHT if self.max_in_flight is None else self.max_in_flight
 
     @property
     def fetch_arguments(self) -> list[str]:

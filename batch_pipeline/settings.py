@@ -119,6 +119,10 @@ class Worker(_Section, frozen=True):
     max_answer_bytes: int = 16 * MEBIBYTE
     """Largest answer of the engine to one request: a larger one ends as an error, so that no request fills the memory.
     """
+    machine: str = ""
+    """What kind of machine the engines run on: calibrations count for one kind. Empty: found out, which takes an engine
+    whose GPUs the worker sees.
+    """
     engine_url: str | None = None
     """Where the engine of this worker's own pod listens; set there by the tags of its run, and nowhere else. It stands
     behind a model's `engine_url`.
@@ -460,8 +464,12 @@ def _check_model(name: str, model: Model) -> list[str]:
         problems.append(f"{where}.context_length must be at least 1")
     if model.pool_limit < 1:
         problems.append(f"{where}.pool_limit must be at least 1")
-    if model.max_in_flight < 1:
+    if model.max_in_flight is not None and model.max_in_flight < 1:
         problems.append(f"{where}.max_in_flight must be at least 1")
+    if model.calibrate and (model.max_in_flight is not None or model.shared.live_traffic):
+        problems.append(
+            f"{where}.calibrate is for models without max_in_flight, whose engine live traffic does not share"
+        )
     if not model.endpoints:
         problems.append(f"{where}.endpoints is empty: name at least one of {', '.join(ENDPOINTS)}")
     problems += [
@@ -491,7 +499,7 @@ def _check_shared(model: Model) -> list[str]:
             problems.append(f"{field} must be above 0, not {getattr(shared, field)}")
     if not 0 < shared.kv_cache_mark <= 1:
         problems.append(f"kv_cache_mark must be above 0 and at most 1, not {shared.kv_cache_mark}")
-    if not 1 <= shared.least_in_flight <= max(1, model.max_in_flight):
+    if not 1 <= shared.least_in_flight <= max(1, model.most_in_flight):
         problems.append(f"least_in_flight must be from 1 to the model's max_in_flight, not {shared.least_in_flight}")
     return problems
 

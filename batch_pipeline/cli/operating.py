@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import signal
 import sys
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 import click
 from rich.console import Console
 
+from batch_pipeline import ids
 from batch_pipeline.cli.app import INTERRUPTED, App, pass_app, print_json
 from batch_pipeline.cli.effective import masked, to_toml
 from batch_pipeline.cli.progress import progress
@@ -95,18 +97,61 @@ def worker(app: App, model: str, batches: tuple[str, ...]) -> int:
     """
     from batch_pipeline.worker import Ended, serve
 
-    if model not in app.settings.models:
-        known = ", ".join(app.settings.models) or "none"
-        raise CustomerError(codes.MODEL_NOT_FOUND, f"no model {model!r} in the configuration; it has: {known}")
+    _check_known(app, model)
     for batch_id in batches:
         app.ledger.batches.get(batch_id)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
     report = serve(app.settings, model, only_batches=batches)
-    click.echo(
-        f"{report.worker_id} left ({report.ended}): {report.chunks} chunks, {report.requests} requests, "
-        f"{report.output_tokens} tokens generated in {report.seconds:.0f} s"
-    )
+    click.echo(str(report))
     return INTERRUPTED if report.ended == Ended.SIGNAL else 0
+
+
+@click.command()
+@click.argument("model")
+@click.option("--batch", metavar="ID", help="Measure with requests of this batch. Default: with made-up ones.")
+@click.option("--prompt-words", type=click.IntRange(1), default=200, show_default=True, help="Of a made-up request.")
+@click.option("--answer-tokens", type=click.IntRange(1), default=64, show_default=True, help="Of a made-up request.")
+@click.option("--seconds", type=click.FloatRange(0.01), default=5.0, show_default=True, help="Of a measure, at least.")
+@pass_app
+def calibrate(
+    app: App, *, model: str, batch: str | None, prompt_words: int, answer_tokens: int, seconds: float
+) -> None:
+    """Find how many requests at once MODEL does best with on this machine, and keep that for its workers.
+
+    The engine is started for it, or the one at the model's engine_url is used, which should have nothing else to do.
+    Workers on such machines then use the number, unless max_in_flight is configured.
+    """
+    from batch_pipeline.engine import engine_for
+    from batch_pipeline.engine.calibration import Search, Step
+    from batch_pipeline.worker import calibrating
+
+    _check_known(app, model)
+    if batch is None:
+        workload = calibrating.made_up(model, prompt_words, answer_tokens)
+    else:
+        workload = calibrating.of_batch(batch, model, app.ledger, app.store)
+    catalogued = app.settings.models[model]
+    log = Path(app.settings.embedded.data_dir) / "logs" / f"calibration-{ids.new_worker_id(model)}.log"
+
+    def told(step: Step) -> None:
+        click.echo(f"{step.in_flight:5d} at once: {step.per_second:.0f} tokens a second")
+
+    calibration = asyncio.run(
+        calibrating.calibrate(
+            engine_for(model, catalogued, log, app.settings.worker.engine_url),
+            model,
+            workload,
+            Search(),
+            least_seconds=seconds,
+            settings=app.settings,
+            store=app.store,
+            told=told,
+        )
+    )
+    of = calibration.subject
+    click.echo(f"{calibration.in_flight} at once are best: engine {of.engine_version} on {of.machine}")
+    if catalogued.max_in_flight is not None:
+        click.echo(f"workers keep to models.{model}.max_in_flight, which is configured", err=True)
 
 
 @click.command("config")
@@ -130,4 +175,10 @@ def _interrupt(_number: int, _frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-COMMANDS = (worker, up, down, demo, show_config)
+def _check_known(app: App, model: str) -> None:
+    if model not in app.settings.models:
+        known = ", ".join(app.settings.models) or "none"
+        raise CustomerError(codes.MODEL_NOT_FOUND, f"no model {model!r} in the configuration; it has: {known}")
+
+
+COMMANDS = (worker, calibrate, up, down, demo, show_config)

@@ -13,6 +13,7 @@
     reports/usage/DAY/...                                    what customers are charged for, and a report.json
     files/CUSTOMER/FILE                                      uploaded by the API
     uploads/CUSTOMER/UPLOAD/PART                             parts of an upload that is not complete yet
+    calibrations/MODEL/HASH.json                             how many requests at once are best on a kind of machine
     doctor/NONCE                                             written and removed again by `doctor`
 
 Numbers have a fixed width, because stores disagree on the order of a listing (SeaweedFS lists in tree order).
@@ -125,6 +126,11 @@ def upload(customer: str, upload_id: str) -> str:
 def upload_part(customer: str, upload_id: str, part_id: str) -> str:
     """Return the key of a part of an upload."""
     return f"{upload(customer, upload_id)}{part_id}"
+
+
+def calibration(model: str, digest: str) -> str:
+    """Return the key of what a calibration has found; the digest is of everything that it depends on."""
+    return f"calibrations/{model}/{digest}.json"
 
 
 def probe(nonce: str) -> str:

@@ -6,6 +6,8 @@ from enum import StrEnum
 
 import msgspec
 
+from batch_pipeline.worker.calibrations import LimitBy
+
 
 class Ended(StrEnum):
     """Why a worker ended."""
@@ -32,3 +34,15 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     input_tokens: int
     output_tokens: int
     seconds: float
+    in_flight: int
+    """Most requests that it kept in the engine at once, at its end,"""
+    in_flight_by: LimitBy
+    """and where that number is from."""
+
+    def __str__(self) -> str:
+        """Return the report in one sentence."""
+        return (
+            f"{self.worker_id} left ({self.ended}): {self.chunks} chunks, {self.requests} requests, "
+            f"{self.output_tokens} tokens generated in {self.seconds:.0f} s, at most {self.in_flight} in flight "
+            f"({self.in_flight_by})"
+        )

@@ -76,8 +76,9 @@ class Runner:
     ) -> None:
         self._engine = engine
         self._settings = settings
-        self._max_in_flight = model.max_in_flight
-        self._may_fly = model.shared.least_in_flight if model.shared.live_traffic else model.max_in_flight
+        self.most_in_flight = model.most_in_flight
+        """Fed as long as fewer are in flight: how many make the engine full."""
+        self._may_fly = model.shared.least_in_flight if model.shared.live_traffic else self.most_in_flight
         """At most so many of those now: less where live traffic has the engine too."""
         self._stops = 0
         """How often that has come down to none."""
@@ -97,7 +98,8 @@ class Runner:
         """Requests whose try broke; whether by their own fault depends on whether the engine lives."""
         self._unsent: list[tuple[Flight, str]] = []
         """Requests that found nobody listening."""
-        self._answers = 0
+        self.answers = 0
+        """How many the engine has given so far."""
         self._fruitless_deaths = 0
         """Deaths since the last answer or verdict."""
         self._ending = False
@@ -173,7 +175,12 @@ class Runner:
     def allow(self, in_flight: int) -> None:
         """Have at most so many in flight from now on, 0 for none; what is in flight already goes on."""
         self._stops += in_flight == 0 < self._may_fly
-        self._may_fly = min(in_flight, self._max_in_flight)
+        self._may_fly = min(in_flight, self.most_in_flight)
+        self.fill()
+
+    def make_full_with(self, in_flight: int) -> None:
+        """Feed as long as fewer than so many are in flight, from now on; not for engines that live traffic shares."""
+        self.most_in_flight = self._may_fly = in_flight
         self.fill()
 
     def set_priority(self, priority: int) -> None:
@@ -202,14 +209,14 @@ class Runner:
         now, utc = self._clocks.monotonic(), self._clocks.utc()
         while (flight := self._next(now, utc)) is not None:
             flight.epoch = self._gate.fed()
-            flight.answers_before = self._answers
+            flight.answers_before = self.answers
             flight.stops_before = self._stops
             flight.hung = False
             self._in_flight[flight] = None
             self._drained.clear()
             flight.task = asyncio.create_task(self._fly(flight))
             flight.task.add_done_callback(self._check)
-        if self._feeder.unfed < 2 * self._max_in_flight:
+        if self._feeder.unfed < 2 * self.most_in_flight:
             self._listener.hungry()
         self._set_timer(now)
 
@@ -257,7 +264,7 @@ class Runner:
             self._connection_lost(flight, error)
         except AnswerTooLarge as error:
             self._landed(flight)
-            self._answers += 1
+            self.answers += 1
             self._verdict(flight, codes.ANSWER_TOO_LARGE, f"{error}: ask for less in one request")
         except asyncio.CancelledError:
             self._landed(flight)
@@ -284,7 +291,7 @@ class Runner:
     def _answered(self, flight: Flight, answer: Answer) -> None:
         match outcome.meaning(answer):
             case Meaning.FINAL:
-                self._answers += 1
+                self.answers += 1
                 self._fruitless_deaths = 0
                 self.tokens += answer.input_tokens + answer.output_tokens
                 if self._gate.state is not GateState.OPEN:
@@ -319,7 +326,7 @@ class Runner:
                 self._feeder.again(flight)
             return
         flight.timeouts += 1
-        if self._answers > flight.answers_before:
+        if self.answers > flight.answers_before:
             longest = flight.limit_seconds >= self._settings.request_timeout_seconds
             if longest or flight.timeouts >= self._settings.max_request_attempts:
                 self._verdict(flight, codes.REQUEST_TIMEOUT, f"{error}, while the engine answered other requests")

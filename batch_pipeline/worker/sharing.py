@@ -63,7 +63,7 @@ class Sharing:
             budget_seconds=shared.live_ttft_budget_seconds,
             kv_cache_mark=shared.kv_cache_mark,
             least=shared.least_in_flight,
-            most=model.max_in_flight,
+            most=model.most_in_flight,
         )
         self._url = url
         self._probe = LiveProbe(url, name, model.endpoints, clock)

@@ -34,6 +34,7 @@ from batch_pipeline.worker.report import Ended, WorkerReport
 from batch_pipeline.worker.runner import Clocks, Runner
 from batch_pipeline.worker.sharing import Sharing
 from batch_pipeline.worker.speed import Speedometer
+from batch_pipeline.worker.tuning import Tuning
 from batch_pipeline.worker.writer import ChunkWriter
 
 log = logging.getLogger(__name__)
@@ -95,6 +96,15 @@ class Worker:
         self._runner = Runner(engine, self._settings, self._model, self, self._clocks)
         writer = ChunkWriter(ledger, store, self._outages)
         self._holdings = Holdings(writer, self._runner, self._model.version, on_batch_drained, self._spawn)
+        self._tuning = Tuning(
+            model,
+            self._model,
+            self._settings.machine,
+            runner=self._runner,
+            store=store,
+            outages=self._outages,
+            clocks=self._clocks,
+        )
         self._speedometer = Speedometer()
         self._tasks: set[asyncio.Task[None]] = set()
         self._leasing: asyncio.Task[None] | None = None
@@ -160,6 +170,8 @@ class Worker:
         self._spawn(self._checkpoints())
         if self._model.shared.live_traffic:
             self._share_engine()
+        if self._tuning.is_wanted:
+            self._spawn(self._tuning.find())
         try:
             await self._ended
         finally:
@@ -182,6 +194,7 @@ class Worker:
         await self._engine.start()
         await self._engine.wait_ready()
         await self._runner.open()
+        await self._tuning.recall()
         log.info("%s serves %s on engine %s", self.worker_id, self._name, self._runner.engine_version)
 
     def _share_engine(self) -> None:
@@ -289,7 +302,7 @@ class Worker:
         return (
             feeding >= self._settings.leases
             or len(self._holdings) >= _MOST_HELD * self._settings.leases
-            or self._runner.unfed >= 2 * self._model.max_in_flight
+            or self._runner.unfed >= 2 * self._runner.most_in_flight
         )
 
     async def _checkpoints(self) -> None:
@@ -441,6 +454,8 @@ class Worker:
             input_tokens=self._holdings.input_tokens,
             output_tokens=self._holdings.output_tokens,
             seconds=self._clocks.monotonic() - self._started,
+            in_flight=self._runner.most_in_flight,
+            in_flight_by=self._tuning.limit_by,
         )
 
     # Helpers.

@@ -110,6 +110,7 @@ class FakeEngine:
         self._model = options.model
         self._delay_seconds = options.delay
         self._spread = options.spread
+        self._best = options.best
         self._want = options.want
         self._want_until = options.want_until
         self._waiting: deque[asyncio.Event] = deque()
@@ -234,9 +235,13 @@ class FakeEngine:
             elif word.isdigit():
                 return _error(int(word), f"asked for by the prompt: {word}", path=path)
         if self._delay_seconds:
-            await asyncio.sleep(self._delay_seconds * (1 + self._spread * _share(prompt)))
+            await asyncio.sleep(self._delay_seconds * self._crowding() * (1 + self._spread * _share(prompt)))
         make = {_MESSAGES: _message, _RESPONSES: _response}.get(path, _completion)
         return make(path, body, prompt, self._model)
+
+    def _crowding(self) -> float:
+        """Return how many times longer an answer takes than in an engine that is not too full."""
+        return max(1.0, self._stats.in_flight / self._best) ** 1.5 if self._best else 1.0
 
     def _refusal(self) -> web.StreamResponse | None:
         control = self._control
@@ -480,6 +485,7 @@ def main() -> None:
     parser.add_argument("--model", default=MODEL)
     parser.add_argument("--delay", type=float, default=0.0, help="seconds that each answer takes")
     parser.add_argument("--spread", type=float, default=1.0, help="largest share by which an answer takes longer")
+    parser.add_argument("--best", type=int, default=0, help="requests at once with which it does most")
     parser.add_argument("--want", type=int, default=0, help="answer only while so many are in flight")
     parser.add_argument("--want-until", type=int, default=0, help="so many calls; afterwards answer anyway")
     parser.add_argument("--journal", type=Path)
