@@ -99,6 +99,8 @@ class Stats(msgspec.Struct):
     abandoned: int = 0
     """Requests whose client went away before the answer."""
     live_calls: int = 0
+    connections: int = 0
+    """That requests have come on."""
     starved: int = 0
     """How often it waited in vain for more requests (see `--want`)."""
 
@@ -118,6 +120,7 @@ class FakeEngine:
         self._control = Control()
         self._control_until = float("inf")
         self._stats = Stats()
+        self._peers: set[Any] = set()
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer one HTTP request."""
@@ -149,6 +152,8 @@ class FakeEngine:
     async def _complete(self, path: str, request: web.BaseRequest) -> web.StreamResponse:
         stats = self._stats
         stats.calls += 1
+        self._peers.add(request.transport and request.transport.get_extra_info("peername"))
+        stats.connections = len(self._peers)
         stats.in_flight += 1
         stats.max_in_flight = max(stats.max_in_flight, stats.in_flight)
         is_batch = int(request.headers.get("X-Vllm-Priority", "0")) > 0

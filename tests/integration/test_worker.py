@@ -15,6 +15,7 @@ from batch_pipeline.worker import Ended
 from tests.fakes import engine as fake_engine
 from tests.fakes.batches import chat_request, make_batch
 from tests.fakes.engine import RunningFake
+from tests.fakes.faults import Faults
 from tests.fakes.workers import attached, child_engine, in_thread, lines_of, make_worker, quick, wait_until
 
 
@@ -52,6 +53,22 @@ def test_every_request_of_every_chunk_gets_its_answer(
     assert lane.output_tokens == 300 * 6
     (seen,) = ledger.workers.of_models([worker_model(settings)])
     assert (seen.state, seen.detail) == (WorkerState.STOPPED, "ended: idle")
+
+
+def test_a_chunk_costs_the_store_three_calls_and_the_engine_no_new_connections_however_many_requests_it_has(
+    sqlite_url: str, store: ObjectStore, settings: Settings, fake: RunningFake
+) -> None:
+    ledger = Ledger.open(sqlite_url)
+    chunks = [[chat_request(500 * number + row, "say") for row in range(500)] for number in range(4)]
+    make_batch(ledger, store, chunks)
+    # Calls are counted, and no checkpoint is due.
+    counted = Faults(at_call=1_000_000)
+    quiet = quick(settings, model={"max_in_flight": 16}, checkpoint_seconds=600.0)
+    report = make_worker(ledger, counted.around(store), quiet, attached(fake.url)).run()
+    assert (report.requests, fake.stats().calls) == (2000, 2000)
+    # Its input is read; its results and their table are written.
+    assert counted.calls == 3 * len(chunks)
+    assert fake.stats().connections <= 16
 
 
 def worker_model(settings: Settings) -> str:
