@@ -12,7 +12,6 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from assets.chunk_results import chunk_results_event
 from assets.partitions import GROUP, PRIORITY_TAG, STAGE_TAG
-from batch_pipeline import worker
 from batch_pipeline.errors import BatchPipelineError
 from batch_pipeline.models import Model, job_name
 from batch_pipeline.plain import one_line
@@ -71,6 +70,9 @@ def gpu_worker_job(model_name: str, model: Model, worker_settings: Worker) -> dg
         tags={"kind": "vllm"},
     )
     def gpu_worker(context: dg.OpExecutionContext, config: WorkerConfig, service: Service) -> None:
+        # Only workers need the engine's client, and each run's start waits for what is imported above.
+        from batch_pipeline import worker
+
         parts = service.open()
 
         def report_drained(batch_id: str) -> None:

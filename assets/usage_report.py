@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from datetime import date
+from typing import TYPE_CHECKING
 
 import dagster as dg
 
@@ -9,8 +10,10 @@ from assets.batch_results import batch_results
 from assets.columns import USAGE_TABLE
 from assets.partitions import CODE_VERSION, GROUP, OWNERS, days
 from batch_pipeline.errors import NotAllowedInState
-from batch_pipeline.results.usage_report import DayReport, write_report
 from resources import Service
+
+if TYPE_CHECKING:
+    from batch_pipeline.results.usage_report import DayReport
 
 _CHECK = "bills_agree_with_files"
 
@@ -40,6 +43,9 @@ _CHECK = "bills_agree_with_files"
 )
 def usage_report(context: dg.AssetExecutionContext, service: Service) -> Iterator[dg.MaterializeResult[None]]:
     """Write the report of one day. Killed anywhere: run again, it writes the same bytes."""
+    # Only this asset needs polars, and each run's start waits for what is imported above.
+    from batch_pipeline.results.usage_report import write_report
+
     parts = service.open()
     day = date.fromisoformat(context.partition_key)
     try:
@@ -63,7 +69,7 @@ def usage_report(context: dg.AssetExecutionContext, service: Service) -> Iterato
     )
 
 
-def _check(report: DayReport) -> dg.AssetCheckResult:
+def _check(report: "DayReport") -> dg.AssetCheckResult:
     shown = ", ".join(report.not_whole[:20])
     return dg.AssetCheckResult(
         check_name=_CHECK,

@@ -18,8 +18,6 @@ from __future__ import annotations
 from pathlib import PurePath
 from typing import Any
 
-from dagster_k8s.job import USER_DEFINED_K8S_CONFIG_KEY
-
 from batch_pipeline.models import FETCH_ENVIRONMENT, Model
 from batch_pipeline.pods import Runs
 from batch_pipeline.settings import Settings, Worker
@@ -28,6 +26,8 @@ ENGINE_PORT = 8000
 ENGINE_URL = f"http://127.0.0.1:{ENGINE_PORT}"
 ENGINE_URL_VARIABLE = "BATCH_PIPELINE__WORKER__ENGINE_URL"
 """Overrides `worker.engine_url`, in a worker's pod only."""
+CONFIG_TAG = "dagster-k8s/config"
+"""dagster_k8s's own name of it, which is not imported: that loads Kubernetes' client in every run, a second of it."""
 ROLE_LABEL = "batch-pipeline/role"
 """Of every pod of ours, for network policies: worker, intake or merge."""
 MODEL_LABEL = "batch-pipeline/model"
@@ -129,7 +129,7 @@ def _tags(
             "pod_replacement_policy": "Failed",
         },
     }
-    return {USER_DEFINED_K8S_CONFIG_KEY: config}
+    return {CONFIG_TAG: config}
 
 
 def _pod_spec(priority_class: str, grace_seconds: int) -> dict[str, Any]:

@@ -8,9 +8,9 @@ import dagster as dg
 import msgspec
 
 from assets.gpu_workers import pool_name
-from batch_pipeline.engine.live_load import LiveLoad
 from batch_pipeline.ledger import Ledger, notices
 from batch_pipeline.ledger.records import WorkerState
+from batch_pipeline.live_load import LiveLoad
 from batch_pipeline.scheduling.placement import Backlog, Capacity, Launch, plan_workers
 from batch_pipeline.scheduling.switching import Cluster, Holder, Rules, departures
 from batch_pipeline.settings import Settings

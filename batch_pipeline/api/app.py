@@ -22,9 +22,11 @@ from batch_pipeline.api import (
     openai_uploads,
     problems,
 )
+from batch_pipeline.api.gathering import Gathering
 from batch_pipeline.api.rates import Rates
 from batch_pipeline.api.requests import Requests
 from batch_pipeline.api.services import Receiving, Services
+from batch_pipeline.api.statuses import Statuses
 from batch_pipeline.api.webhooks import delivering
 from batch_pipeline.ledger import Ledger
 from batch_pipeline.settings import Settings
@@ -86,12 +88,16 @@ def create_app(ledger: Ledger, store: ObjectStore, settings: Settings) -> FastAP
         docs_url=None,
         redoc_url=None,
     )
+    statuses = Statuses(ledger, settings)
     app.state.services = Services(
         ledger=ledger,
         store=store,
         settings=settings,
         rates=Rates(),
         receiving=Receiving(settings.api.uploads),
+        keys=Gathering(ledger.customers.by_secrets),
+        statuses=statuses,
+        polled=Gathering(statuses.owned),
     )
     problems.install(app)
     app.add_middleware(Requests, idle_seconds=settings.api.idle_seconds)

@@ -24,7 +24,7 @@ class Caller(msgspec.Struct, frozen=True):
     limits: Limits
 
 
-def _caller(
+async def _caller(
     services: Shared,
     bearer: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)],
     header: Annotated[str | None, Depends(_header)],
@@ -37,7 +37,7 @@ def _caller(
             "No key was sent: send it as `Authorization: Bearer KEY` or as `x-api-key: KEY`.",
             headers={"WWW-Authenticate": "Bearer"},
         )
-    known = services.ledger.customers.by_secret(secret)
+    known = await services.keys.of(secret)
     if known is None:
         raise RequestRefused(
             401,

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Header, Query
+from fastapi import APIRouter, Header, Query, Response
 
 from batch_pipeline.api import parameters
 from batch_pipeline.api.auth import Authenticated
-from batch_pipeline.api.openai_objects import BatchObject, CreateBatch, Page, batch_object, page_of
+from batch_pipeline.api.openai_objects import BatchObject, CreateBatch, Page, answer, page_of
 from batch_pipeline.api.problems import RequestRefused
 from batch_pipeline.api.services import Services, Shared
+from batch_pipeline.api.statuses import OwnedBatch
 from batch_pipeline.errors import NotFound
 from batch_pipeline.intake import options
 from batch_pipeline.intake.idempotency import creation_key
 from batch_pipeline.intake.stored import Source, Wish, made_before, submit_stored
 from batch_pipeline.ledger.files import INPUT
 from batch_pipeline.ledger.records import Batch, Door
-from batch_pipeline.results.status import status_at
 from batch_pipeline.wire import codes
 
 router = APIRouter(prefix="/v1/batches", tags=["OpenAI: batches"])
@@ -62,7 +62,7 @@ def create_batch(
     return shown(batch, services)
 
 
-@router.get("")
+@router.get("", response_model=Page[BatchObject])
 def list_batches(
     caller: Authenticated,
     services: Shared,
@@ -71,22 +71,24 @@ def list_batches(
     idempotency_key: Annotated[
         str | None, Query(description="Ours: only the batch that was made with this key.")
     ] = None,
-) -> Page[BatchObject]:
+) -> Response:
     """List batches of every door, newest first."""
     key = parameters.idempotency_key(idempotency_key)
     if key is not None:
         made = services.ledger.batches.by_creation_key(creation_key(Door.API, caller.customer, key))
-        return page_of([] if made is None else [shown(made, services)], limit)
+        return answer(page_of([] if made is None else [shown(made, services)], limit))
     last = None if after is None else parameters.known_id("batch", after)
-    found = services.ledger.batches.page(caller.customer, after=last, limit=limit + 1)
-    return page_of([shown(batch, services) for batch in found], limit)
+    found = services.ledger.moments.page(caller.customer, after=last, limit=limit + 1)
+    return answer(page_of(services.statuses.at(found), limit))
 
 
-@router.get("/{batch_id}")
-def retrieve_batch(batch_id: str, caller: Authenticated, services: Shared) -> BatchObject:
+@router.get("/{batch_id}", response_model=BatchObject)
+async def retrieve_batch(batch_id: str, caller: Authenticated, services: Shared) -> Response:
     """Return where a batch is, what it waits for, and when it will be done."""
-    batch = services.ledger.batches.get(parameters.known_id("batch", batch_id), customer=caller.customer)
-    return shown(batch, services)
+    found = await services.polled.of(OwnedBatch(caller.customer, parameters.known_id("batch", batch_id)))
+    if found is None:
+        raise NotFound(f"no batch {batch_id}")
+    return answer(found)
 
 
 @router.post("/{batch_id}/cancel")
@@ -99,8 +101,7 @@ def cancel_batch(batch_id: str, caller: Authenticated, services: Shared) -> Batc
 
 def shown(batch: Batch, services: Services) -> BatchObject:
     """Return a batch, of which the caller is the owner, as it is now."""
-    moment = services.ledger.batches.moment(batch.batch_id)
-    return batch_object(moment.batch, status_at(moment, ledger=services.ledger, settings=services.settings))
+    return services.statuses.of(batch.batch_id)
 
 
 def _wish(body: CreateBatch, services: Services, idempotency_key: str | None) -> Wish:

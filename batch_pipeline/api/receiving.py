@@ -21,6 +21,8 @@ from batch_pipeline.store.objects import MultipartWriter
 from batch_pipeline.wire import codes
 
 BLOCK_BYTES = 1024 * 1024
+_MOST_PIECES = 1024
+"""Of a block: each costs memory of its own, and a client may send bytes one by one."""
 _MOST_FIELDS = 32
 _MOST_FIELD_BYTES = 16 * 1024
 _MOST_HEADER_BYTES = 8 * 1024
@@ -33,7 +35,9 @@ class Receiver:
         self._store = store
         self._key = key
         self.most_bytes = most_bytes
-        self._block = bytearray()
+        self._pieces: list[bytes] = []
+        """As they came: a part of the object is the first place that they are copied to."""
+        self._piece_bytes = 0
         self._writer: MultipartWriter | None = None
         self._hash = hashlib.sha256()
         self.size = 0
@@ -52,13 +56,13 @@ class Receiver:
         """Take some bytes. Raises StoreError."""
         self.size += len(data)
         if self.is_too_large:
-            self._block.clear()
+            self._pieces = []
             return
-        self._block += data
-        if len(self._block) >= BLOCK_BYTES:
-            block = bytes(self._block)
-            self._block.clear()
-            await to_thread.run_sync(self._send, block)
+        self._pieces.append(data)
+        self._piece_bytes += len(data)
+        if self._piece_bytes >= BLOCK_BYTES or len(self._pieces) >= _MOST_PIECES:
+            pieces, self._pieces, self._piece_bytes = self._pieces, [], 0
+            await to_thread.run_sync(self._send, pieces)
 
     async def finish(self) -> None:
         """Make the object visible; nothing was before. Raises StoreError."""
@@ -69,23 +73,25 @@ class Receiver:
         with CancelScope(shield=True):
             await to_thread.run_sync(self._abort)
 
-    def _send(self, block: bytes) -> None:
-        self._hash.update(block)
+    def _send(self, pieces: list[bytes]) -> None:
         if self._writer is None:
             self._writer = self._store.multipart(self._key)
-        self._writer.write(block)
+        for piece in pieces:
+            self._hash.update(piece)
+            self._writer.write(piece)
 
     def _complete(self) -> None:
-        self._hash.update(self._block)
         if self._writer is None:
-            self._store.put(self._key, bytes(self._block))
+            whole = b"".join(self._pieces)
+            self._hash.update(whole)
+            self._store.put(self._key, whole)
             return
-        self._writer.write(bytes(self._block))
+        self._send(self._pieces)
         self._writer.complete()
         self._writer = None
 
     def _abort(self) -> None:
-        self._block.clear()
+        self._pieces = []
         if self._writer is not None:
             writer, self._writer = self._writer, None
             writer.abort()

@@ -11,8 +11,12 @@ from weakref import WeakValueDictionary
 
 from fastapi import Depends, Request
 
+from batch_pipeline.api.gathering import Gathering
+from batch_pipeline.api.openai_objects import BatchObject
 from batch_pipeline.api.rates import Rates
+from batch_pipeline.api.statuses import OwnedBatch, Statuses
 from batch_pipeline.ledger import Ledger
+from batch_pipeline.ledger.customers import Known
 from batch_pipeline.settings import Settings
 from batch_pipeline.store import ObjectStore
 
@@ -47,9 +51,14 @@ class Services:
     settings: Settings
     rates: Rates
     receiving: Receiving
+    keys: Gathering[str, Known]
+    """Whose the keys are with which requests come."""
+    statuses: Statuses
+    polled: Gathering[OwnedBatch, BatchObject]
+    """The statuses that are polled one by one."""
 
 
-def _services(request: Request) -> Services:
+async def _services(request: Request) -> Services:
     services: Services = request.app.state.services
     return services
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import sqlalchemy as sa
@@ -18,7 +18,7 @@ from batch_pipeline.ledger import events, files, quotas, records, rows
 from batch_pipeline.ledger.database import Database, Transaction
 from batch_pipeline.ledger.ending import end
 from batch_pipeline.ledger.records import Batch, BatchStatus, ChunkState, Lane, OnInvalid
-from batch_pipeline.ledger.schema import batches, chunks, is_open, is_undecided, is_unshown, lanes
+from batch_pipeline.ledger.schema import batches, chunks, is_open, is_undecided, lanes
 from batch_pipeline.ledger.transitions import (
     HOLDS_NOTHING,
     ensure_customer,
@@ -39,19 +39,10 @@ _CANCELLED_WAITS_SECONDS = 900.0
 _STOPPED_STATE = {BatchStatus.CANCELLED: ChunkState.CANCELLED, BatchStatus.EXPIRED: ChunkState.EXPIRED}
 
 
-# Built once: a status is read for every poll, and for every open batch every few seconds.
+# Built once: building a statement costs more than running it.
 _BATCH = rows.BATCH.where(batches.c.batch_id == sa.bindparam("of_batch"))
-_REVISION = sa.select(batches.c.revision).where(batches.c.batch_id == sa.bindparam("of_batch"))
 _LANES = rows.LANE.where(lanes.c.batch_id == sa.bindparam("of_batch")).order_by(lanes.c.model)
 _ARCHIVED = sa.select(batches.c.archived_lanes).where(batches.c.batch_id == sa.bindparam("of_batch"))
-
-
-class Moment(NamedTuple):
-    """A batch and its progress, one lane for each of its models, as they were at one moment of the database's clock."""
-
-    batch: Batch
-    lanes: list[Lane]
-    now: float
 
 
 class Batches:
@@ -276,22 +267,6 @@ class Batches:
             row = tx.connection.execute(query).one_or_none()
         return None if row is None else rows.batch(row)
 
-    def page(self, customer: str, *, after: str | None, limit: int) -> list[Batch]:
-        """Return at most `limit` of a customer's batches, newest first, those behind the batch `after`.
-
-        Raises NotFound for `after`.
-        """
-        order = (batches.c.created_at, batches.c.batch_id)
-        query = rows.BATCH.where(batches.c.customer == customer).order_by(*(column.desc() for column in order))
-        with self._database.read() as tx:
-            if after is not None:
-                last = _get(tx, after)
-                if last.customer != customer:
-                    raise NotFound(f"no batch {after}")
-                behind = sa.tuple_(sa.literal(last.created_at), sa.literal(last.batch_id))
-                query = query.where(sa.tuple_(*order) < behind)
-            return [rows.batch(row) for row in tx.connection.execute(query.limit(limit))]
-
     def recent(
         self,
         *,
@@ -307,17 +282,6 @@ class Batches:
             query = query.where(batches.c.status.in_(list(statuses)))
         with self._database.read() as tx:
             return [rows.batch(row) for row in tx.connection.execute(query)]
-
-    def moment(self, batch_id: str) -> Moment:
-        """Return a batch and its progress as they are at one moment. Raises NotFound."""
-        with self._database.read() as tx:
-            batch = _get(tx, batch_id)
-            while True:
-                found = _lanes(tx, batch_id)
-                revision = tx.connection.execute(_REVISION, {"of_batch": batch_id}).scalar_one()
-                if revision == batch.revision:
-                    return Moment(batch, found, tx.now)
-                batch = _get(tx, batch_id)
 
     def lanes(self, batch_id: str) -> list[Lane]:
         """Return a batch's progress, one lane for each of its models; as it was, where its chunks have left."""
@@ -379,19 +343,6 @@ class Batches:
             update_batch(tx, batch_id, priority=priority)
             events.record(tx, batch_id, "priority", actor, detail=str(priority))
             return _get(tx, batch_id)
-
-    def publishable(self, limit: int = 200, after: str = "") -> list[tuple[str, str]]:
-        """Return a page of (batch id, what its status.json shows) of batches that are open, or whose end is not shown
-        yet: those with an id above `after`, in the order of their ids. Go on from the last id, and from "" at the end.
-        """
-        query = (
-            sa.select(batches.c.batch_id, batches.c.published)
-            .where(is_unshown, batches.c.batch_id > after)
-            .order_by(batches.c.batch_id)
-            .limit(limit)
-        )
-        with self._database.read() as tx:
-            return [(row.batch_id, row.published) for row in tx.connection.execute(query)]
 
     def mark_published(self, batch_id: str, shown: str) -> None:
         """Note what a batch's status.json shows: `final` once it shows the end. Killed before, it is written again."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -28,6 +29,15 @@ _KEY_BYTES = 32
 _PREFIX_CHARACTERS = 10
 _MOST_LABEL_CHARACTERS = 200
 _LIMITS = Limits.__struct_fields__
+
+
+# Built once: it is asked for with every request to the API.
+_BY_SECRETS = (
+    sa.select(api_keys.c.sha256, api_keys.c.key_id, api_keys.c.prefix, api_keys.c.label, api_keys.c.revoked_at)
+    .add_columns(api_keys.c.created_at.label("key_created_at"), *customers.c)
+    .join_from(api_keys, customers, customers.c.customer == api_keys.c.customer)
+    .where(api_keys.c.sha256.in_(sa.bindparam("hashes", expanding=True)), api_keys.c.revoked_at.is_(None))
+)
 
 
 class Customer(msgspec.Struct, frozen=True, kw_only=True):
@@ -178,25 +188,14 @@ class Customers:
 
     def by_secret(self, secret: str) -> Known | None:
         """Return whose key this is; None where it is none, or was revoked."""
-        query = (
-            sa.select(api_keys.c.key_id, api_keys.c.prefix, api_keys.c.label, api_keys.c.revoked_at)
-            .add_columns(api_keys.c.created_at.label("key_created_at"), *customers.c)
-            .join_from(api_keys, customers, customers.c.customer == api_keys.c.customer)
-            .where(api_keys.c.sha256 == _sha256(secret), api_keys.c.revoked_at.is_(None))
-        )
-        with self._database.read() as tx:
-            row = tx.connection.execute(query).one_or_none()
-        if row is None:
-            return None
-        key = ApiKey(
-            key_id=row.key_id,
-            customer=row.customer,
-            prefix=row.prefix,
-            label=row.label,
-            created_at=row.key_created_at,
-            revoked_at=row.revoked_at,
-        )
-        return Known(key, self._customer(row))
+        return self.by_secrets([secret]).get(secret)
+
+    def by_secrets(self, asked: Sequence[str]) -> dict[str, Known]:
+        """Return whose keys these are; those that are none, or were revoked, are left out."""
+        of_hash = {_sha256(secret): secret for secret in asked}
+        with self._database.look() as connection:
+            found = connection.execute(_BY_SECRETS, {"hashes": list(of_hash)}).all()
+        return {of_hash[row.sha256]: Known(_known_key(row), self._customer(row)) for row in found}
 
 
 def limits_in(row: Any, defaults: Limits) -> Limits:
@@ -207,6 +206,17 @@ def limits_in(row: Any, defaults: Limits) -> Limits:
 
 def _key(row: Any) -> ApiKey:
     return ApiKey(**{name: getattr(row, name) for name in ApiKey.__struct_fields__})
+
+
+def _known_key(row: Any) -> ApiKey:
+    return ApiKey(
+        key_id=row.key_id,
+        customer=row.customer,
+        prefix=row.prefix,
+        label=row.label,
+        created_at=row.key_created_at,
+        revoked_at=row.revoked_at,
+    )
 
 
 def _sha256(secret: str) -> str:

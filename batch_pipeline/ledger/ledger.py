@@ -15,10 +15,12 @@ from batch_pipeline.ledger.files import Files
 from batch_pipeline.ledger.gauges import Reader
 from batch_pipeline.ledger.leasing import Policy
 from batch_pipeline.ledger.message_batches import MessageBatches
+from batch_pipeline.ledger.moments import Moments
 from batch_pipeline.ledger.notices import Notices
 from batch_pipeline.ledger.quotas import Quotas
 from batch_pipeline.ledger.retention import Retention
 from batch_pipeline.ledger.schema import batches, is_open, lanes
+from batch_pipeline.ledger.surroundings import SurroundingsReader
 from batch_pipeline.ledger.uploads import Uploads
 from batch_pipeline.ledger.usage import Usage
 from batch_pipeline.ledger.webhooks import Webhooks
@@ -39,6 +41,8 @@ class Ledger:
         self.customers = Customers(database, limits)
         self.quotas = Quotas(database)
         self.batches = Batches(database, limits)
+        self.moments = Moments(database)
+        self.surroundings = SurroundingsReader(database)
         self.chunks = Chunks(database, lease_seconds, max_failures, policy)
         self.workers = Workers(database, lease_seconds)
         self.events = Events(database)

@@ -7,8 +7,6 @@ long as it is repeated: one whose reporter died is forgotten by itself.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import sqlalchemy as sa
 
 from batch_pipeline.ledger.database import Database
@@ -25,6 +23,11 @@ _MOST_CHARACTERS = 500
 def of_model(model: str) -> str:
     """Return the name of the notice of what keeps a model's next worker."""
     return f"{_OF_MODEL}{model}"
+
+
+def model_of(name: str) -> str | None:
+    """Return the model that a notice is about; None where it holds up every batch."""
+    return name.removeprefix(_OF_MODEL) if name.startswith(_OF_MODEL) else None
 
 
 class Notices:
@@ -47,19 +50,3 @@ class Notices:
                 return
         with self._database.write() as tx:
             tx.connection.execute(notices.delete().where(notices.c.name == name))
-
-    def current(self, within_seconds: float = 120.0) -> list[str]:
-        """Return the texts of what was said lately and holds up every batch, the oldest trouble first."""
-        with self._database.read() as tx:
-            query = sa.select(notices.c.text).where(
-                notices.c.seen_at > tx.now - within_seconds, ~notices.c.name.startswith(_OF_MODEL, autoescape=True)
-            )
-            return list(tx.connection.execute(query.order_by(notices.c.since, notices.c.name)).scalars())
-
-    def of_models(self, models: Sequence[str], within_seconds: float = 120.0) -> dict[str, str]:
-        """Return what was said lately of these models' next workers."""
-        with self._database.read() as tx:
-            query = sa.select(notices.c.name, notices.c.text).where(
-                notices.c.seen_at > tx.now - within_seconds, notices.c.name.in_([of_model(model) for model in models])
-            )
-            return {row.name.removeprefix(_OF_MODEL): row.text for row in tx.connection.execute(query)}

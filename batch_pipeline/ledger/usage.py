@@ -67,7 +67,7 @@ class Usage:
     def of(self, batch_id: str) -> list[Charge]:
         """Return the charges of a batch, by model; none before its end."""
         with self._database.read() as tx:
-            return _charges(tx, [batch_id]).get(batch_id, [])
+            return charges_of(tx, [batch_id]).get(batch_id, [])
 
     def record(self, batch_id: str, new: Sequence[Charge]) -> None:
         """Charge a final batch that has no charges, all or nothing; what it has already stays as it is."""
@@ -90,7 +90,7 @@ class Usage:
                 query = query.where(batches.c.customer == customer)
             with self._database.read() as tx:
                 found = [rows.batch(row) for row in tx.connection.execute(query)]
-                charged = _charges(tx, [batch.batch_id for batch in found])
+                charged = charges_of(tx, [batch.batch_id for batch in found])
             for batch in found:
                 yield Billed(batch=batch, charges=charged.get(batch.batch_id, []))
             if len(found) < page:
@@ -98,10 +98,17 @@ class Usage:
             after = (found[-1].ended_at or 0.0, found[-1].batch_id)
 
 
-def _charges(tx: Transaction, batch_ids: Sequence[str]) -> dict[str, list[Charge]]:
-    query = sa.select(charges).where(charges.c.batch_id.in_(batch_ids)).order_by(charges.c.batch_id, charges.c.model)
+_OF_BATCHES = (
+    sa.select(charges)
+    .where(charges.c.batch_id.in_(sa.bindparam("batch_ids", expanding=True)))
+    .order_by(charges.c.batch_id, charges.c.model)
+)
+
+
+def charges_of(tx: Transaction, batch_ids: Sequence[str]) -> dict[str, list[Charge]]:
+    """Return the charges of batches, by model; of those that have any."""
     found: dict[str, list[Charge]] = {}
-    for row in tx.connection.execute(query):
+    for row in tx.connection.execute(_OF_BATCHES, {"batch_ids": batch_ids}):
         found.setdefault(row.batch_id, []).append(
             Charge(
                 model=row.model,

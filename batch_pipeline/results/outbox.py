@@ -29,6 +29,7 @@ from batch_pipeline.results.status import (
     StatusDocument,
     batch_object,
     current_status,
+    status_at,
 )
 from batch_pipeline.settings import Settings
 from batch_pipeline.store import ObjectInfo, ObjectMissing, ObjectStore, PreconditionFailed, keys
@@ -143,12 +144,14 @@ def publish_due(
     A batch whose status cannot be written never holds up those behind it: they have their turn in this page, or, where
     it may be the whole store that is away, in the next one.
     """
-    page = ledger.batches.publishable(limit=limit, after=after)
+    page = ledger.moments.publishable(limit=limit, after=after)
+    surroundings = ledger.surroundings.of_models({model for moment, _ in page for model in moment.batch.models})
     written = 0
     broken: list[str] = []
-    for batch_id, shown in page:
-        if _word(current_status(batch_id, ledger=ledger, settings=settings)) == shown:
+    for moment, shown in page:
+        if _word(status_at(moment, surroundings, settings)) == shown:
             continue
+        batch_id = moment.batch.batch_id
         try:
             publish_status(batch_id, ledger=ledger, store=store, settings=settings)
         except (ObjectMissing, PreconditionFailed) as error:
@@ -157,7 +160,7 @@ def publish_due(
             return Published(written, batch_id, tuple(broken), error)
         else:
             written += 1
-    return Published(written, page[-1][0] if len(page) == limit else "", tuple(broken), None)
+    return Published(written, page[-1][0].batch.batch_id if len(page) == limit else "", tuple(broken), None)
 
 
 def deliver(batch_id: str, *, ledger: Ledger, store: ObjectStore, settings: Settings) -> str:

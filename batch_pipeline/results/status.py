@@ -11,8 +11,9 @@ from decimal import Decimal
 import msgspec
 
 from batch_pipeline.ledger import Ledger
-from batch_pipeline.ledger.batches import Moment
+from batch_pipeline.ledger.moments import Moment
 from batch_pipeline.ledger.records import Batch, BatchError, BatchStatus, Lane
+from batch_pipeline.ledger.surroundings import Surroundings
 from batch_pipeline.ledger.usage import total_cost
 from batch_pipeline.plain import printable
 from batch_pipeline.results.manifest import Counts, Usage
@@ -130,13 +131,18 @@ def current_status(batch_id: str, *, ledger: Ledger, settings: Settings, folder:
 
     Raises NotFound. The batch and its progress are of one moment.
     """
-    return status_at(ledger.batches.moment(batch_id), ledger=ledger, settings=settings, folder=folder)
+    moment = ledger.moments.of(batch_id)
+    waits = not moment.batch.status.is_final
+    surroundings = ledger.surroundings.of_models(moment.batch.models) if waits else Surroundings()
+    return status_at(moment, surroundings, settings, folder=folder)
 
 
-def status_at(moment: Moment, *, ledger: Ledger, settings: Settings, folder: str | None = None) -> StatusDocument:
-    """Return the status of a batch as it was at a moment, with what it waited for a moment later."""
-    batch, lanes, as_of = moment
-    situation = _situation(batch, lanes, ledger, as_of, settings)
+def status_at(
+    moment: Moment, surroundings: Surroundings, settings: Settings, *, folder: str | None = None
+) -> StatusDocument:
+    """Return the status of a batch as it was at a moment, with what it waited for in its surroundings."""
+    batch, lanes, charges, as_of = moment
+    situation = _situation(batch, lanes, surroundings, as_of, settings)
     reason = explain(situation)
     # A worker's detail may repeat what an engine has said or logged.
     reason = None if reason is None else printable(reason, kept="")
@@ -147,7 +153,6 @@ def status_at(moment: Moment, *, ledger: Ledger, settings: Settings, folder: str
         total=batch.total - batch.invalid,
     )
     estimate = finish if not batch.status.is_final and is_served(situation) else None
-    charges = ledger.usage.of(batch.batch_id) if batch.status.is_final else []
     cost = total_cost(charges) if charges else _cost(lanes, settings)
     return batch_object(batch, lanes, reason, estimate, cost=cost, as_of=as_of, folder=folder or batch.name)
 
@@ -204,9 +209,9 @@ def batch_object(
     )
 
 
-def _situation(batch: Batch, lanes: Sequence[Lane], ledger: Ledger, now: float, settings: Settings) -> Situation:
-    over = batch.status.is_final
-    workers = [] if over or not batch.models else ledger.workers.of_models(batch.models)
+def _situation(
+    batch: Batch, lanes: Sequence[Lane], surroundings: Surroundings, now: float, settings: Settings
+) -> Situation:
     return Situation(
         status=batch.status,
         outcome=batch.outcome,
@@ -222,11 +227,12 @@ def _situation(batch: Batch, lanes: Sequence[Lane], ledger: Ledger, now: float, 
                 silent_seconds=now - worker.seen_at,
                 serves_batch=not worker.batches or batch.batch_id in worker.batches,
             )
-            for worker in workers
+            for worker in surroundings.workers
+            if worker.model in batch.models
         ],
         lease_seconds=settings.worker.lease_seconds,
-        notices=[] if over else ledger.notices.current(),
-        model_notices={} if over or not batch.models else ledger.notices.of_models(batch.models),
+        notices=surroundings.notices,
+        model_notices=surroundings.model_notices,
     )
 
 

@@ -398,8 +398,8 @@ def test_batches_of_other_doors_are_shown_where_they_are_messages(
     assert [batch.id for batch in client.messages.batches.list().data] == [made.id]
     with pytest.raises(anthropic.NotFoundError):
         client.messages.batches.retrieve(f"msg{chat.batch_id}")
-    shown = ledger.batches.page("acme", after=None, limit=10)
-    assert {batch.batch_id for batch in shown} == {chat.batch_id, made.id.removeprefix("msg")}
+    shown = ledger.moments.page("acme", after=None, limit=10)
+    assert {moment.batch.batch_id for moment in shown} == {chat.batch_id, made.id.removeprefix("msg")}
 
 
 def test_openapi_document_says_what_a_creation_takes(served: service.Running) -> None:

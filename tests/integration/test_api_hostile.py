@@ -112,6 +112,28 @@ def test_the_head_of_a_request_is_bounded(served: service.Running) -> None:
     assert not answer.startswith(b"HTTP/1.1 200")
 
 
+def test_a_head_of_many_headers_is_refused_also_where_it_comes_at_once(served: service.Running) -> None:
+    host, port = served.url.removeprefix("http://").split(":")
+    headers = b"".join(b"X-%d: %s\r\n" % (number, b"x" * 100) for number in range(1000))
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: here\r\n" + headers + b"\r\n")
+        assert connection.recv(1000).startswith(b"HTTP/1.1 400")
+
+
+def test_headers_behind_a_body_are_bounded(served: service.Running) -> None:
+    host, port = served.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        connection.sendall(b"POST /v1/batches HTTP/1.1\r\nHost: here\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n")
+        sent = 0
+        try:
+            while sent < 64 * 1024 * 1024:
+                connection.sendall(b"X-Trailer: x\r\n" * 5000)
+                sent += 70_000
+        except OSError:
+            pass
+    assert sent < 32 * 1024 * 1024
+
+
 def test_a_head_that_does_not_end_is_given_up(
     ledger: Ledger, store: ObjectStore, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,12 +7,17 @@ from typing import Any
 import msgspec
 import pytest
 from dagster._utils.tags import normalize_tags
-from dagster_k8s.job import DagsterK8sJobConfig, construct_dagster_k8s_job, get_user_defined_k8s_config
+from dagster_k8s.job import (
+    USER_DEFINED_K8S_CONFIG_KEY,
+    DagsterK8sJobConfig,
+    construct_dagster_k8s_job,
+    get_user_defined_k8s_config,
+)
 
 import assets
 from batch_pipeline.models import Kubernetes, Model
 from batch_pipeline.settings import Settings, Worker, check
-from resources.kubernetes import ENGINE_PORT, ENGINE_URL_VARIABLE, intake_tags, merge_tags, worker_tags
+from resources.kubernetes import CONFIG_TAG, ENGINE_PORT, ENGINE_URL_VARIABLE, intake_tags, merge_tags, worker_tags
 
 POD = Kubernetes(
     gpus=2,
@@ -54,6 +59,10 @@ def worker_pod(model: Model = MODEL) -> dict[str, Any]:
 
 def engine_of(model: Model = MODEL) -> dict[str, Any]:
     return worker_pod(model)["init_containers"][-1]  # type: ignore[no-any-return]
+
+
+def test_the_tag_is_dagsters_own() -> None:
+    assert CONFIG_TAG == USER_DEFINED_K8S_CONFIG_KEY
 
 
 def test_the_engine_is_a_native_sidecar_with_the_gpus() -> None:

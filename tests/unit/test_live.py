@@ -10,9 +10,9 @@ from datetime import UTC, datetime
 
 import pytest
 
-from batch_pipeline.engine.live_load import LiveLoad, query
 from batch_pipeline.errors import OperatorError
 from batch_pipeline.live import LiveHours, live_gpus, problem_of
+from batch_pipeline.live_load import LiveLoad, query
 from batch_pipeline.settings import Live, Settings, check
 
 
