@@ -104,7 +104,7 @@ def test_no_statement_of_the_daily_work_scans_finished_work(ledger: Ledger) -> N
         "settle_all": ledger.batches.settle_all,
         "awaiting_intake": lambda: ledger.batches.awaiting_intake(10),
         "awaiting_merge": lambda: ledger.batches.awaiting_merge(10),
-        "publishable": ledger.moments.publishable,
+        "publishable": lambda: ledger.moments.publishable(10),
         "statuses": lambda: ledger.moments.these(batch_ids[:4]),
         "page of a customer": lambda: ledger.moments.page("customer-2", after=None, limit=10),
         "surroundings": lambda: ledger.surroundings.of_models([MODEL]),
