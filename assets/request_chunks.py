@@ -5,7 +5,7 @@ import dagster as dg
 from assets.columns import REQUEST_TABLE
 from assets.partitions import CODE_VERSION, GROUP, OWNERS, batches
 from assets.uploads import UPLOADS
-from batch_pipeline import intake
+from batch_pipeline.intake import ops
 from resources import Service
 
 KIND = {"parquet", "s3"}
@@ -19,7 +19,7 @@ KIND = {"parquet", "s3"}
 def validate_requests(context: dg.OpExecutionContext, service: Service) -> None:
     """Validate one batch. Killed anywhere: run again, it writes the same bytes to the same keys."""
     parts = service.open()
-    found = intake.validate(
+    found = ops.validate(
         context.partition_key,
         ledger=parts.ledger,
         store=parts.store,
@@ -37,7 +37,7 @@ def validate_requests(context: dg.OpExecutionContext, service: Service) -> None:
 def write_chunks(context: dg.OpExecutionContext, service: Service) -> None:
     """Chunk one batch and record its intake in the ledger. Killed anywhere: run again, the same chunks."""
     parts = service.open()
-    result = intake.write_chunks(
+    result = ops.write_chunks(
         context.partition_key,
         ledger=parts.ledger,
         store=parts.store,

@@ -25,9 +25,10 @@ from pathlib import Path
 
 import msgspec
 
-from batch_pipeline import ids, intake
+from batch_pipeline import ids
 from batch_pipeline import settings as configuration
 from batch_pipeline.embedded import seaweedfs
+from batch_pipeline.intake import ops
 from batch_pipeline.ledger import Ledger
 from batch_pipeline.models import Model
 from batch_pipeline.settings import Settings
@@ -173,14 +174,14 @@ def raw_parse(settings: Settings, batch_id: str) -> str:
 def validate(settings: Settings, batch_id: str) -> str:
     """The first op."""
     ledger, store = parts(settings)
-    found = intake.validate(batch_id, ledger=ledger, store=store, settings=settings)
+    found = ops.validate(batch_id, ledger=ledger, store=store, settings=settings)
     return f"{found.total} requests, {found.invalid} invalid"
 
 
 def write_chunks(settings: Settings, batch_id: str) -> str:
     """The second op."""
     ledger, store = parts(settings)
-    result = intake.write_chunks(batch_id, ledger=ledger, store=store, settings=settings)
+    result = ops.write_chunks(batch_id, ledger=ledger, store=store, settings=settings)
     return f"{len(result.chunks)} chunks"
 
 

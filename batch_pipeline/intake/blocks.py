@@ -27,6 +27,11 @@ class Block(NamedTuple):
     """`data` is only the beginning of one line that is too long; the rest of that line was skipped."""
 
     @property
+    def is_verbatim(self) -> bool:
+        """`data` are surely the file's own bytes from `offset`: no part of a line, no mark that was replaced."""
+        return not self.is_cut and self.offset > 0 and len(self.data) > 1
+
+    @property
     def lines(self) -> int:
         """How many lines it holds."""
         return self.data.count(b"\n") + (not self.data.endswith(b"\n"))

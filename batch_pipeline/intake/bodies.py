@@ -292,6 +292,9 @@ BODIES: dict[
     RESPONSES: ResponsesBody,
 }
 
+CONVERSATIONS = frozenset(endpoint for endpoint, body in BODIES.items() if issubclass(body, Conversation))
+"""Endpoints of those bodies."""
+
 FORWARDED = {endpoint: frozenset(body.__struct_fields__) for endpoint, body in BODIES.items()}
 """Fields that stay in a body, by endpoint; the refused ones are among them, but a body that has one never runs."""
 _TOKEN_COUNT = "a whole number from 1 to 2147483647"  # noqa: S105 - a rule in words

@@ -3,11 +3,12 @@
 What a block is told depends on its bytes and the rules alone, so it is the same wherever it is checked, and the
 answers come in the order of the blocks. A process beside is this module run as a program: it reads the settings, then
 blocks from its standard input, and answers on its standard output; it ends when its input does, that is with its
-parent at the latest.
+parent at the latest. The bytes of a block it reads from the local copy of the file, which it inherits open.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import struct
 import subprocess
@@ -22,11 +23,9 @@ from typing import IO
 import msgspec
 
 from batch_pipeline.errors import BatchPipelineError
+from batch_pipeline.intake.block_check import CheckedBlock, check_block
 from batch_pipeline.intake.blocks import Block
-from batch_pipeline.intake.lines import check_block
-from batch_pipeline.intake.problems import LineProblem
 from batch_pipeline.intake.rules import Rules
-from batch_pipeline.intake.table import CheckedColumns, columns_of
 from batch_pipeline.settings import Settings
 
 PARALLEL_BYTES = 64 * 1024 * 1024
@@ -41,22 +40,20 @@ class CheckerLost(BatchPipelineError):
     """
 
 
-class CheckedBlock(msgspec.Struct, frozen=True):
-    """What a block of lines holds: requests as columns, and problems in the order of their lines."""
+def check_all(
+    blocks: Iterable[Block], settings: Settings, endpoint: str, *, descriptor: int, size: int | None
+) -> Generator[CheckedBlock]:
+    """Yield what each block holds, in their order. `size` is the file's in bytes, None where it is not known.
 
-    requests: CheckedColumns
-    problems: list[LineProblem]
-
-
-def check_all(blocks: Iterable[Block], settings: Settings, endpoint: str, size: int | None) -> Generator[CheckedBlock]:
-    """Yield what each block holds, in their order. `size` is the file's in bytes, None where it is not known."""
+    `descriptor` is that of the local file, which has the bytes of each block once it is given.
+    """
     processes = min(MOST_PROCESSES, len(os.sched_getaffinity(0)))
     if processes == 1 or size is None or size < PARALLEL_BYTES:
         rules = Rules(settings, endpoint)
         for block in blocks:
-            yield _check(block, rules)
+            yield check_block(block, rules)
         return
-    with Checkers(settings, endpoint, processes) as checkers:
+    with Checkers(settings, endpoint, descriptor, processes) as checkers:
         yield from checkers.check(blocks)
 
 
@@ -65,13 +62,26 @@ class _Start(msgspec.Struct, frozen=True):
 
     endpoint: str
     settings: Settings
+    descriptor: int
+    """Of the local file."""
+
+
+class _Given(msgspec.Struct, frozen=True, array_like=True):
+    """A block to check: its bytes, or how many there are of them in the file."""
+
+    first_line: int
+    offset: int
+    data: bytes | int
+    is_cut: bool
 
 
 class Checkers:
-    """Processes that check blocks. Memory: three blocks and their answers for each."""
+    """Processes that check blocks. Memory: in each a block and what is made of it; here three answers for each."""
 
-    def __init__(self, settings: Settings, endpoint: str, processes: int) -> None:
-        self._start = msgspec.json.encode(_Start(endpoint, Settings(intake=settings.intake, models=settings.models)))
+    def __init__(self, settings: Settings, endpoint: str, descriptor: int, processes: int) -> None:
+        rules = Settings(intake=settings.intake, models=settings.models)
+        self._start = msgspec.json.encode(_Start(endpoint, rules, descriptor))
+        self._descriptor = descriptor
         self._processes = processes
         self._threads = ThreadPoolExecutor(processes, thread_name_prefix="intake-check")
         self._own = threading.local()
@@ -83,7 +93,9 @@ class Checkers:
         for block in blocks:
             if len(under_way) >= 3 * self._processes:
                 yield under_way.popleft().result()
-            under_way.append(self._threads.submit(self._ask, block))
+            data = len(block.data) if block.is_verbatim else block.data
+            given = _Given(block.first_line, block.offset, data, block.is_cut)
+            under_way.append(self._threads.submit(self._ask, given))
         while under_way:
             yield under_way.popleft().result()
 
@@ -105,14 +117,14 @@ class Checkers:
                     if pipe is not None:
                         pipe.close()
 
-    def _ask(self, block: Block) -> CheckedBlock:
+    def _ask(self, given: _Given) -> CheckedBlock:
         process: subprocess.Popen[bytes] | None = getattr(self._own, "process", None)
         if process is None:
             process = self._own.process = self._new()
         if process.stdin is None or process.stdout is None:
             raise ValueError("the process was started with pipes")
         try:
-            _send(process.stdin, msgspec.msgpack.encode(block))
+            _send(process.stdin, msgspec.msgpack.encode(given))
             answer = _receive(process.stdout)
         except BrokenPipeError:
             answer = None
@@ -122,7 +134,10 @@ class Checkers:
 
     def _new(self) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
-            [sys.executable, "-m", "batch_pipeline.intake"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [sys.executable, "-m", "batch_pipeline.intake"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=[self._descriptor],
         )
         self._started.append(process)
         if process.stdin is not None:
@@ -135,16 +150,18 @@ def serve(given: IO[bytes], answers: IO[bytes]) -> None:
     first = _receive(given)
     if first is None:
         return
+    # Nothing that is made of a line has a circle in it; looking for some would take a third of the time.
+    gc.disable()
     start = msgspec.json.decode(first, type=_Start)
     rules = Rules(start.settings, start.endpoint)
     while (data := _receive(given)) is not None:
-        block = msgspec.msgpack.decode(data, type=Block)
-        _send(answers, msgspec.msgpack.encode(_check(block, rules)))
+        block = _read(msgspec.msgpack.decode(data, type=_Given), start.descriptor)
+        _send(answers, msgspec.msgpack.encode(check_block(block, rules)))
 
 
-def _check(block: Block, rules: Rules) -> CheckedBlock:
-    checked = check_block(block, rules)
-    return CheckedBlock(columns_of(checked.requests), checked.problems)
+def _read(given: _Given, descriptor: int) -> Block:
+    data = given.data if isinstance(given.data, bytes) else os.pread(descriptor, given.data, given.offset)
+    return Block(given.first_line, given.offset, data, given.is_cut)
 
 
 def _send(pipe: IO[bytes], data: bytes) -> None:

@@ -7,6 +7,7 @@ prompt is the engine's business (tools, documents), the engine decides: it answe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from batch_pipeline.intake.bodies import Body, ChatBody, Conversation, EmbeddingBody, MessagesBody, output_tokens
@@ -19,8 +20,8 @@ Prompt = str | list[int]
 _BYTES_PER_TOKEN = 4
 """An estimate for plain text, where nothing has to be counted."""
 _WIDE_BYTES_PER_TOKEN = 3
-_MESSAGE_TOKENS = 6
-_MOST = 2**31 - 1
+MESSAGE_TOKENS = 6
+MOST = 2**31 - 1
 
 
 class Fit(NamedTuple):
@@ -50,20 +51,26 @@ def fit(body: Body, raw: bytes, texts: list[Prompt], model: Model, counter: Toke
         if counted is not None and counted > room:
             return Fit(0, 0, _too_long(body, model, counted, asked))
     if counted is None or not is_chat:
-        counted = messages * _MESSAGE_TOKENS
-        for text in texts:
-            if isinstance(text, list):
-                counted += len(text)
-            elif text.isascii():
-                counted += len(text) // _BYTES_PER_TOKEN
-            else:
-                counted += len(text.encode()) // _WIDE_BYTES_PER_TOKEN
+        counted = messages * MESSAGE_TOKENS + estimate(texts)
     answer = min(model.default_output_tokens, room) if asked is None else asked
     if isinstance(body, EmbeddingBody):
-        return Fit(max(1, min(counted, _MOST)), 0)
+        return Fit(max(1, min(counted, MOST)), 0)
     choices = 1 if isinstance(body, MessagesBody | ResponsesBody) else body.n or 1
     answers = answer * choices * (1 if is_chat else len(texts))
-    return Fit(counted or 1, answers if answers < _MOST else _MOST)
+    return Fit(counted or 1, answers if answers < MOST else MOST)
+
+
+def estimate(texts: Sequence[Prompt]) -> int:
+    """Return about how many tokens some prompts have."""
+    counted = 0
+    for text in texts:
+        if isinstance(text, list):
+            counted += len(text)
+        elif text.isascii():
+            counted += len(text) // _BYTES_PER_TOKEN
+        else:
+            counted += len(text.encode()) // _WIDE_BYTES_PER_TOKEN
+    return counted
 
 
 def _is_cut(body: Body) -> bool:

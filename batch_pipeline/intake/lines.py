@@ -1,4 +1,4 @@
-"""Checks the lines of a file, one by one. Pure: what a line is told depends on its bytes and the rules alone.
+"""Checks lines, one by one. Pure: what a line is told depends on its bytes and the rules alone.
 
 One pass of msgspec over the envelope leaves the body raw, a second one reads the body as its endpoint has it; both
 stop at whatever no JSON parser should accept. Only what they do not see is looked for here: text that is not UTF-8
@@ -11,14 +11,11 @@ Which of two lines with one `custom_id` keeps it is for the whole file to say (`
 from __future__ import annotations
 
 import unicodedata
-from typing import NamedTuple
 
 import msgspec
-import numpy as np
-import xxhash
 
-from batch_pipeline.intake import problems
-from batch_pipeline.intake.blocks import BYTE_ORDER_MARK, Block
+from batch_pipeline.intake import prefixes, problems
+from batch_pipeline.intake.blocks import BYTE_ORDER_MARK
 from batch_pipeline.intake.bodies import (
     BODIES,
     FORWARDED,
@@ -32,49 +29,11 @@ from batch_pipeline.intake.fields import problem_of
 from batch_pipeline.intake.fit import Prompt, fit
 from batch_pipeline.intake.problems import LineProblem
 from batch_pipeline.intake.responses import ResponsesBody
+from batch_pipeline.intake.rows import Request, id_hash
 from batch_pipeline.intake.rules import Rules
 from batch_pipeline.intake.values import NOTHING
 from batch_pipeline.wire import codes
-from batch_pipeline.wire.nesting import depth_of
-
-PREFIX_BYTES = (64, 256, 1024, 4096)
-"""Depths at which requests are compared: two that agree in so many bytes of what is rendered first share that prefix.
-"""
-
-
-class Request(NamedTuple):
-    """A line that can be run: where its parts lie, what it shares, and its size. The columns of the request table."""
-
-    line_index: int
-    """0-based number of the line: the request's index."""
-    line_offset: int
-    """Where the line starts in the file."""
-    line_bytes: int
-    body_start: int
-    """Where the body starts in the line."""
-    body_bytes: int
-    id_start: int
-    """Where the custom_id stands in the line, letter by letter; -1 where it is only there with escapes."""
-    id_bytes: int
-    rewrite: bool
-    """The body carries fields that must not reach the engine."""
-    model: str
-    prefix_64: int
-    prefix_256: int
-    prefix_1024: int
-    prefix_4096: int
-    """Hashes of so many first bytes of what is rendered first: tools, then the messages, or the prompt."""
-    prompt_tokens: int
-    max_tokens: int
-    id_hash: int
-    """Not in the table: a hash of the custom_id, to find duplicates."""
-
-
-class Checked(NamedTuple):
-    """What a block of lines holds: requests and problems together are its lines that are not blank."""
-
-    requests: list[Request]
-    problems: list[LineProblem]
+from batch_pipeline.wire.nesting import is_nested_beyond
 
 
 class _Envelope(msgspec.Struct, frozen=True, gc=False):
@@ -98,38 +57,30 @@ _objects = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _bodies: dict[str, msgspec.json.Decoder[Body]] = {
     endpoint: msgspec.json.Decoder(body) for endpoint, body in BODIES.items()
 }
-_hash = xxhash.xxh3_64_intdigest
 
 
-def check_block(block: Block, rules: Rules) -> Checked:
-    """Return what the lines of a block are. Never raises for what a file holds."""
-    if block.is_cut:
-        problem = problems.too_long(rules.max_line_bytes)
-        return Checked([], [LineProblem(block.first_line + 1, None, *problem)])
-    data = block.data
-    if not data.strip():
-        return Checked([], [])
-    is_text = _is_utf8(data)
-    requests, found = [], []
-    starts, ends, brackets = _outline(data)
-    most, longest = rules.max_depth + 1, rules.max_line_bytes
-    for number, (start, end, nesting) in enumerate(zip(starts, ends, brackets, strict=True), block.first_line):
-        line = data[start:end]
-        try:
-            if end - start > longest:
-                raise _Refused(*problems.too_long(longest))
-            if not is_text:
-                line.decode()
-            if nesting > most and depth_of(line, most) > most:
-                raise _Refused(*problems.too_deep(rules.max_depth))
-            requests.append(_request(line, number, block.offset + start, rules))
-        except (_Refused, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            if not line.strip():
-                continue
-            code, message = (error.code, error.message) if isinstance(error, _Refused) else problems.not_json(error)
-            custom_id = None if code == codes.LINE_TOO_LONG else readable_custom_id(line)
-            found.append(LineProblem(number + 1, custom_id, code, message))
-    return Checked(requests, found)
+def check_line(
+    line: bytes, number: int, offset: int, rules: Rules, *, is_cut: bool = False
+) -> Request | LineProblem | None:
+    """Return the request that a line is, or what is wrong with it; None for a blank line.
+
+    Never raises for what it holds. `number` is 0-based, `offset` where the line starts in the file; `is_cut`: it is the
+    beginning of one that is too long.
+    """
+    if not line.strip() and not is_cut:
+        return None
+    try:
+        if is_cut or len(line) > rules.max_line_bytes:
+            raise _Refused(*problems.too_long(rules.max_line_bytes))
+        if not line.isascii():
+            line.decode()
+        if is_nested_beyond(line, rules.max_depth + 1):
+            raise _Refused(*problems.too_deep(rules.max_depth))
+        return _request(line, number, offset, rules)
+    except (_Refused, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        code, message = (error.code, error.message) if isinstance(error, _Refused) else problems.not_json(error)
+        custom_id = None if code == codes.LINE_TOO_LONG else readable_custom_id(line)
+        return LineProblem(number + 1, custom_id, code, message)
 
 
 def readable_custom_id(line: bytes) -> str | None:
@@ -139,28 +90,6 @@ def readable_custom_id(line: bytes) -> str | None:
         return None if raw is None else msgspec.json.decode(raw, type=str)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-
-
-def _outline(data: bytes) -> tuple[list[int], list[int], list[int]]:
-    """Return where each line starts and ends, and how many brackets it opens."""
-    characters = np.frombuffer(data, dtype=np.uint8)
-    ends = np.flatnonzero(characters == 0x0A)
-    if not data.endswith(b"\n"):
-        ends = np.append(ends, len(data))
-    starts = np.concatenate(([0], ends[:-1] + 1))
-    opening = np.flatnonzero((characters == 0x7B) | (characters == 0x5B))
-    counts = np.searchsorted(opening, ends) - np.searchsorted(opening, starts)
-    return starts.tolist(), ends.tolist(), counts.tolist()
-
-
-def _is_utf8(data: bytes) -> bool:
-    if data.isascii():
-        return True
-    try:
-        data.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def _request(line: bytes, index: int, offset: int, rules: Rules) -> Request:
@@ -199,6 +128,7 @@ def _request(line: bytes, index: int, offset: int, rules: Rules) -> Request:
     body_start = len(line) - len(raw) - 1
     if line[body_start:-1] != raw:
         body_start = line.find(raw)
+    of_64, of_256, of_1024, of_4096 = map(int.from_bytes, prefixes.hashes(_first_rendered(body, texts)))
     return Request(
         index,
         offset,
@@ -209,10 +139,13 @@ def _request(line: bytes, index: int, offset: int, rules: Rules) -> Request:
         len(id_bytes),
         rewrite,
         body.model,
-        *_prefixes(_first_rendered(body, texts)),
+        of_64,
+        of_256,
+        of_1024,
+        of_4096,
         prompt_tokens,
         max_tokens,
-        _hash(id_bytes),
+        int.from_bytes(id_hash(id_bytes)),
     )
 
 
@@ -304,26 +237,12 @@ def _texts(body: Body) -> list[Prompt]:
 
 def _first_rendered(body: Body, texts: list[Prompt]) -> bytes:
     """Return the beginning of what the engine reads first: tools, then the messages in turn, or the prompt."""
-    room = PREFIX_BYTES[-1]
+    room = prefixes.PREFIX_BYTES[-1]
     first = texts[0]
     if isinstance(first, list):
         return " ".join(map(str, first[:room])).encode()[:room]
-    is_chat = isinstance(body, Conversation)
-    if len(texts) > 1 and len(first) < room and is_chat:
-        first = "\0".join([text for text in texts[:room] if isinstance(text, str)])
-    beginning = first[:room].encode()[:room]
+    is_conversation = isinstance(body, Conversation)
+    (read,) = prefixes.beginnings([[text for text in texts if isinstance(text, str)]], is_conversation)
     if isinstance(body, Conversation) and body.tools is not NOTHING:
-        return (bytes(body.tools)[:room] + b"\0" + beginning)[:room]
-    return beginning
-
-
-def _prefixes(text: bytes) -> tuple[int, int, int, int]:
-    """Return a hash of the first bytes of the text for each depth; a text that ends before stands for itself."""
-    first = _hash(text[:64])
-    if len(text) <= 64:
-        return first, first, first, first
-    second = _hash(text[:256])
-    if len(text) <= 256:
-        return first, second, second, second
-    third = _hash(text[:1024])
-    return (first, second, third, third) if len(text) <= 1024 else (first, second, third, _hash(text[:4096]))
+        return (bytes(body.tools)[:room] + b"\0" + read)[:room]
+    return read

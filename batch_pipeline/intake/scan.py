@@ -62,11 +62,10 @@ class Scan:
         stream = self._seen(pieces, file if fill else None)
         with TableWriter(self.table) as writer:
             with self.problems.open("wb") as out:
-                invalid = self._check(stream, writer, out)
+                invalid = self._check(stream, file.fileno(), writer, out)
             refused = self._total > self._limits.max_requests
             if refused:
                 return self._refuse(stream, writer)
-            file.flush()
             summary = self._summary(invalid, self._first_errors())
             writer.close(summary)
         return self._without_duplicates(summary, file.fileno())
@@ -81,18 +80,21 @@ class Scan:
             self._bytes += len(piece)
             if copy is not None:
                 copy.write(piece)
+                copy.flush()
             yield piece
 
-    def _check(self, stream: Iterator[bytes], writer: TableWriter, out: BinaryIO) -> int:
+    def _check(self, stream: Iterator[bytes], descriptor: int, writer: TableWriter, out: BinaryIO) -> int:
         invalid = 0
         blocks = read_blocks(stream, self._limits.max_line_bytes)
-        with closing(check_all(blocks, self._settings, self._endpoint, self._size)) as checked_blocks:
+        checking = check_all(blocks, self._settings, self._endpoint, descriptor=descriptor, size=self._size)
+        with closing(checking) as checked_blocks:
             for checked in checked_blocks:
+                requests = checked.requests.array
                 writer.add(checked.requests)
-                self._ids.add(checked.requests.id_hashes)
+                self._ids.add(requests["id_hash"].tobytes())
                 out.writelines(msgspec.json.encode(problem) + b"\n" for problem in checked.problems)
                 invalid += len(checked.problems)
-                self._total += checked.requests.rows + len(checked.problems)
+                self._total += len(requests) + len(checked.problems)
                 if self._total > self._limits.max_requests:
                     break
         return invalid

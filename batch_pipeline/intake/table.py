@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batch_pipeline.errors import BatchPipelineError
-from batch_pipeline.intake.lines import Request
+from batch_pipeline.intake.rows import Rows
 from batch_pipeline.ledger.records import BatchError
 
 VERSION = 1
@@ -42,7 +42,7 @@ SCHEMA = pa.schema(
         pa.field("max_tokens", pa.int32(), nullable=False),
     ]
 )
-"""The fields of `lines.Request`, without the hash of its id."""
+"""The fields of `rows.Request`, without the hash of its id."""
 
 
 Column = np.ndarray[tuple[int], np.dtype[np.int64]]
@@ -66,28 +66,6 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """The first errors, in the order of their lines."""
 
 
-class CheckedColumns(msgspec.Struct, frozen=True):
-    """The requests of a block of lines as columns, so that they travel between processes without being looked at."""
-
-    rows: int
-    table: bytes
-    """Of SCHEMA, in Arrow's stream format; empty where there are no rows."""
-    id_hashes: bytes
-    """One native unsigned number of 64 bits for each."""
-
-
-def columns_of(requests: list[Request]) -> CheckedColumns:
-    """Return requests as columns."""
-    if not requests:
-        return CheckedColumns(0, b"", b"")
-    *columns, id_hashes = zip(*requests, strict=True)
-    arrays = [_array(column, field.type) for column, field in zip(columns, SCHEMA, strict=True)]
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, SCHEMA) as stream:
-        stream.write_batch(pa.record_batch(arrays, schema=SCHEMA))
-    return CheckedColumns(len(requests), sink.getvalue().to_pybytes(), np.array(id_hashes, dtype=np.uint64).tobytes())
-
-
 class TableWriter:
     """Writes the table row group by row group; memory is that of one group. The same requests give the same bytes."""
 
@@ -96,12 +74,12 @@ class TableWriter:
         self._held: list[pa.Table] = []
         self._rows = 0
 
-    def add(self, columns: CheckedColumns) -> None:
+    def add(self, rows: Rows) -> None:
         """Append the requests of a block."""
-        if not columns.rows:
+        if not rows.data:
             return
-        self._held.append(pa.ipc.open_stream(columns.table).read_all())
-        self._rows += columns.rows
+        self._held.append(_table_of(rows))
+        self._rows += self._held[-1].num_rows
         if self._rows >= ROWS_PER_GROUP:
             self._flush()
 
@@ -134,10 +112,15 @@ class TableWriter:
         self._held, self._rows = [], 0
 
 
-def _array(column: tuple[object, ...], kind: pa.DataType) -> pa.Array:
-    if pa.types.is_string(kind) or pa.types.is_boolean(kind):
-        return pa.array(column, type=kind)
-    return pa.array(np.array(column, dtype=kind.to_pandas_dtype()))
+def _table_of(rows: Rows) -> pa.Table:
+    numbers = rows.array
+    columns = [
+        pa.array(rows.models, type=field.type).take(pa.array(numbers["model"]))
+        if field.name == "model"
+        else pa.array(numbers[field.name], type=field.type)
+        for field in SCHEMA
+    ]
+    return pa.table(columns, schema=SCHEMA)
 
 
 class RequestTable:

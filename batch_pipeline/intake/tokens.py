@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from batch_pipeline.intake.bodies import Conversation, MessagesBody
 from batch_pipeline.intake.responses import ResponsesBody
@@ -36,6 +38,8 @@ _UNKNOWN_TEMPLATE = (4096, 512)
 _DROPPED = "x-anthropic-billing-header"
 """vLLM leaves out system blocks that begin with it."""
 _ENGINES_BUSINESS = ("tools", "documents", "chat_template", "chat_template_kwargs")
+
+Counts = npt.NDArray[np.int64]
 
 
 class _Description(msgspec.Struct, frozen=True):
@@ -86,6 +90,11 @@ class TokenCounter:
         if self._growth != 1 and (not body.isascii() or b"\\u" in body):
             size *= self._growth
         return size + (self._base + messages * self._per_message if messages else 8)
+
+    def all_at_most(self, body_bytes: Counts, messages: Counts) -> Counts:
+        """Return what `at_most` does for bodies of so many bytes, or more where it would look at their characters."""
+        around: Counts = np.where(messages > 0, self._base + messages * self._per_message, 8)
+        return body_bytes * self._growth + around
 
     def at_least(self, characters: int) -> int:
         """Return a number that the tokens of a text never fall below; 0 where that cannot be known without counting."""

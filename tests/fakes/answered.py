@@ -25,6 +25,7 @@ from batch_pipeline.store import ObjectStore, keys
 from batch_pipeline.wire import chunk_files, codes
 from batch_pipeline.wire.chunk_files import ChunkRequest, FinishedRequest
 from batch_pipeline.wire.lines import EngineResponse, LineError, ResultLine, encode_result
+from tests.fakes.batches import chunk_input
 
 CHAT = "/v1/chat/completions"
 MODEL = "smollm2-135m"
@@ -229,7 +230,7 @@ def _invalid_line(batch_id: str, index: int) -> bytes:
 
 def _write_chunk(store: ObjectStore, batch_id: str, number: int, indexes: Sequence[int], model: str) -> NewChunk:
     key = keys.chunk_input(batch_id, number)
-    store.put(key, chunk_files.write_chunk_input(ChunkRequest(index, label(index), b"{}", 10, 5) for index in indexes))
+    store.put(key, chunk_input(ChunkRequest(index, label(index), b"{}", 10, 5) for index in indexes))
     return NewChunk(
         chunk=number,
         model=model,

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+import msgspec
+import pyarrow as pa
 
 from batch_pipeline import ids
 from batch_pipeline.ledger import Ledger
@@ -21,6 +24,12 @@ def chat_request(index: int, prompt: str, max_tokens: int = 16) -> ChunkRequest:
     """Return a request with the custom_id `request-INDEX`."""
     body = {"model": MODEL, "messages": [{"role": "user", "content": prompt}], "max_tokens": max_tokens}
     return ChunkRequest(index, f"request-{index}", json.dumps(body).encode(), len(prompt.split()), max_tokens)
+
+
+def chunk_input(requests: Iterable[ChunkRequest]) -> bytes:
+    """Return input.parquet with one row for each request, in the order given."""
+    rows = [msgspec.structs.asdict(request) for request in requests]
+    return chunk_files.write_chunk_input(pa.Table.from_pylist(rows, schema=chunk_files.INPUT_SCHEMA))
 
 
 def make_batch(
@@ -59,7 +68,7 @@ def make_batch(
     )
     recorded = []
     for number, requests in enumerate(chunks):
-        store.put(keys.chunk_input(batch_id, number), chunk_files.write_chunk_input(requests))
+        store.put(keys.chunk_input(batch_id, number), chunk_input(requests))
         recorded.append(
             NewChunk(
                 chunk=number,

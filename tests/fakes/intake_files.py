@@ -5,17 +5,31 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from batch_pipeline import ids
+from batch_pipeline.intake.block_check import check_block
+from batch_pipeline.intake.blocks import Block
+from batch_pipeline.intake.lines import check_line
+from batch_pipeline.intake.problems import LineProblem
+from batch_pipeline.intake.rows import Request, Rows
+from batch_pipeline.intake.rules import Rules
 from batch_pipeline.ledger import Ledger
 from batch_pipeline.ledger.records import Batch, Door, NewBatch, NewChunk, OnInvalid
 from batch_pipeline.settings import Settings
 from batch_pipeline.store import ObjectStore, keys
 from batch_pipeline.wire.chunk_files import ChunkRequest, read_requests
 from tests.fakes.small_model import NAME, small_settings
+
+
+class Checked(NamedTuple):
+    """What a block of lines holds."""
+
+    requests: list[Request]
+    problems: list[LineProblem]
+
 
 CHAT = "/v1/chat/completions"
 BAD = b'{"custom_id": "bad", "method": "POST"'
@@ -33,6 +47,25 @@ def request_line(number: int, *, system: str | None = None, **body: Any) -> byte
         "body": {"model": NAME, "messages": messages, "max_tokens": 8, **body},
     }
     return json.dumps(request).encode()
+
+
+def check(block: Block, rules: Rules) -> Checked:
+    """What the lines of a block are, after each of them was checked by itself and found to be the same."""
+    together = check_block(block, rules)
+    found = Checked(requests_of(together.requests), together.problems)
+    offset = block.offset
+    alone = []
+    for number, line in enumerate(block.data.removesuffix(b"\n").split(b"\n"), block.first_line):
+        alone.append(check_line(line, number, offset, rules, is_cut=block.is_cut))
+        offset += len(line) + 1
+    assert found.requests == [one for one in alone if isinstance(one, Request)]
+    assert found.problems == [one for one in alone if isinstance(one, LineProblem)]
+    return found
+
+
+def requests_of(rows: Rows) -> list[Request]:
+    """The requests that rows stand for."""
+    return [Request(*row[:8], rows.models[row[8]], *row[9:]) for row in rows.array.tolist()]
 
 
 def file_of(lines: Iterable[bytes]) -> bytes:

@@ -9,7 +9,7 @@ from typing import Any
 import openai
 from openai.types import Batch, FileObject
 
-from batch_pipeline import intake
+from batch_pipeline.intake import ops
 from batch_pipeline.ledger import Ledger
 from batch_pipeline.settings import Settings
 from batch_pipeline.store import ObjectStore
@@ -29,8 +29,8 @@ def line(custom_id: str, prompt: str = "one two three", **body: object) -> bytes
 
 
 def validate(batch_id: str, ledger: Ledger, store: ObjectStore, settings: Settings) -> None:
-    intake.validate(batch_id, ledger=ledger, store=store, settings=settings, run_id="intake")
-    intake.write_chunks(batch_id, ledger=ledger, store=store, settings=settings, run_id="intake")
+    ops.validate(batch_id, ledger=ledger, store=store, settings=settings, run_id="intake")
+    ops.write_chunks(batch_id, ledger=ledger, store=store, settings=settings, run_id="intake")
 
 
 def upload(client: openai.OpenAI, data: bytes, name: str = "requests.jsonl") -> FileObject:

@@ -12,8 +12,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from batch_pipeline import intake
 from batch_pipeline import settings as configuration
+from batch_pipeline.intake import ops
 from batch_pipeline.ledger import Ledger
 from batch_pipeline.results import merge
 from batch_pipeline.store import ObjectStore
@@ -35,8 +35,8 @@ def main() -> None:
     settings = configuration.load(Path(config), environment={})
     ledger, store = Ledger.open(ledger_url), ObjectStore.open(settings.store)
     if step == "intake":
-        intake.validate(batch_id, ledger=ledger, store=store, settings=settings, run_id="intake")
-        intake.write_chunks(batch_id, ledger=ledger, store=store, settings=settings, run_id="intake")
+        ops.validate(batch_id, ledger=ledger, store=store, settings=settings, run_id="intake")
+        ops.write_chunks(batch_id, ledger=ledger, store=store, settings=settings, run_id="intake")
     else:
         merge.merge(batch_id, ledger=ledger, store=store, settings=settings, run_id="merge")
     started_ones = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024

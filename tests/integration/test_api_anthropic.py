@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from anthropic.types.messages import MessageBatch
 
-from batch_pipeline import intake
+from batch_pipeline.intake import ops
 from batch_pipeline.ledger import Ledger
 from batch_pipeline.models import MESSAGES
 from batch_pipeline.results import merge, outbox
@@ -85,8 +85,8 @@ def run(ledger: Ledger, store: ObjectStore, settings: Settings) -> Iterator[Run]
 
         def run(shown: str) -> None:
             batch_id = shown.removeprefix("msg")
-            intake.validate(batch_id, ledger=ledger, store=store, settings=settings)
-            intake.write_chunks(batch_id, ledger=ledger, store=store, settings=settings)
+            ops.validate(batch_id, ledger=ledger, store=store, settings=settings)
+            ops.write_chunks(batch_id, ledger=ledger, store=store, settings=settings)
             if ledger.batches.get(batch_id).status == "in_progress":
                 make_worker(ledger, store, quick(settings), attached(fake.url)).run()
             merge.merge(batch_id, ledger=ledger, store=store, settings=settings, run_id=None)

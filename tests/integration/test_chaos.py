@@ -8,9 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from batch_pipeline import intake
 from batch_pipeline.engine import AttachedEngine
-from batch_pipeline.intake import drop
+from batch_pipeline.intake import drop, ops
 from batch_pipeline.ledger import Ledger
 from batch_pipeline.results import outbox
 from batch_pipeline.results.merge import merge
@@ -72,8 +71,8 @@ def test_the_count_finds_what_is_lost_doubled_or_unknown_and_what_was_asked_alth
     store.put(keys.inbox("acme", "tiny"), "\n".join(file.lines()).encode())
     (taken,) = drop.take_drops(**parts, limit=1)
     batch_id = str(taken.batch_id)
-    intake.validate(batch_id, **parts, run_id="intake")
-    intake.write_chunks(batch_id, **parts, run_id="intake")
+    ops.validate(batch_id, **parts, run_id="intake")
+    ops.write_chunks(batch_id, **parts, run_id="intake")
     (lease,) = ledger.chunks.lease("killed", MODEL, 1)
     made = answered.answer(batch_id, 4)
     line = made.line.replace(answered.label(4).encode(), file.label(4).encode())

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 
-from batch_pipeline import ids, intake
+from batch_pipeline import ids
 from batch_pipeline.cli.program import run
+from batch_pipeline.intake import ops
 from batch_pipeline.ledger import Ledger
 from batch_pipeline.ledger.batches import Batches
 from batch_pipeline.ledger.records import BatchStatus, ChunkResult, Lease
@@ -65,8 +66,8 @@ def requests(tmp_path: Path) -> Path:
 
 
 def take_in(batch_id: str, parts: Parts) -> None:
-    intake.validate(batch_id, ledger=parts.ledger, store=parts.store, settings=parts.settings)
-    intake.write_chunks(batch_id, ledger=parts.ledger, store=parts.store, settings=parts.settings)
+    ops.validate(batch_id, ledger=parts.ledger, store=parts.store, settings=parts.settings)
+    ops.write_chunks(batch_id, ledger=parts.ledger, store=parts.store, settings=parts.settings)
 
 
 def answer_all(parts: Parts) -> None:

@@ -12,9 +12,9 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from batch_pipeline import ids, intake
+from batch_pipeline import ids
 from batch_pipeline.errors import StoreError
-from batch_pipeline.intake import drop
+from batch_pipeline.intake import drop, ops
 from batch_pipeline.intake.drop import Taken
 from batch_pipeline.ledger import Ledger
 from batch_pipeline.ledger.records import BatchStatus, OnInvalid
@@ -163,8 +163,8 @@ def test_an_empty_file_is_a_batch_that_fails(
     settings = msgspec.structs.replace(settings, intake=own)
     put("inbox/acme/empty.jsonl", b"")
     batch_id = str(take(ledger, store, settings)[0].batch_id)
-    intake.validate(batch_id, ledger=ledger, store=store, settings=settings)
-    result = intake.write_chunks(batch_id, ledger=ledger, store=store, settings=settings)
+    ops.validate(batch_id, ledger=ledger, store=store, settings=settings)
+    result = ops.write_chunks(batch_id, ledger=ledger, store=store, settings=settings)
     assert [error.code for error in result.errors] == ["empty_batch"]
     assert ledger.batches.get(batch_id).outcome == BatchStatus.FAILED
 

@@ -14,11 +14,11 @@ import anthropic
 import psutil
 import pytest
 
-from batch_pipeline import intake
 from batch_pipeline.embedded.model import make_smollm2, make_tiny
 from batch_pipeline.engine import Answer, EngineClient, VllmServer
 from batch_pipeline.engine.live import LiveProbe
 from batch_pipeline.engine.metrics import read_load
+from batch_pipeline.intake import ops
 from batch_pipeline.ledger import Ledger
 from batch_pipeline.models import Model, Shared
 from batch_pipeline.results.merge import merge
@@ -225,8 +225,8 @@ def test_a_message_batch_of_the_anthropic_sdk_runs_on_the_real_engine(
             requests=[request("paris", "What is the capital of France?"), request("long", "Say yes.", 5000)]
         )
         batch_id = made.id.removeprefix("msg")
-        intake.validate(batch_id, ledger=ledger, store=store, settings=settings)
-        intake.write_chunks(batch_id, ledger=ledger, store=store, settings=settings)
+        ops.validate(batch_id, ledger=ledger, store=store, settings=settings)
+        ops.write_chunks(batch_id, ledger=ledger, store=store, settings=settings)
         make_worker(ledger, store, quick(settings), attached(real_url)).run()
         merge(batch_id, ledger=ledger, store=store, settings=settings, run_id=None)
         results = {result.custom_id: result.result for result in client.messages.batches.results(made.id)}

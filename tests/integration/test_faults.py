@@ -8,8 +8,7 @@ from typing import Any
 
 import msgspec
 
-from batch_pipeline import intake
-from batch_pipeline.intake import drop
+from batch_pipeline.intake import drop, ops
 from batch_pipeline.ledger import Ledger
 from batch_pipeline.ledger.records import Batch, BatchStatus
 from batch_pipeline.results import outbox
@@ -96,9 +95,9 @@ def test_18_a_batch_runs_on_the_bytes_that_were_there_when_its_file_was_taken(
     drop.take_drops(**parts, limit=50)
     (batch,) = ledger.batches.recent()
     store.put(inbox, file_of([request_line(number) for number in range(100, 105)]))
-    intake.validate(batch.batch_id, **parts, run_id="intake")
+    ops.validate(batch.batch_id, **parts, run_id="intake")
     store.delete(inbox)
-    intake.write_chunks(batch.batch_id, **parts, run_id="intake")
+    ops.write_chunks(batch.batch_id, **parts, run_id="intake")
     with fake_engine.running() as fake:
         worker = msgspec.structs.replace(small, models={**settings.models, **small.models})
         make_worker(ledger, store, quick(worker), attached(fake.url)).run()

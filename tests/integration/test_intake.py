@@ -12,15 +12,16 @@ from collections import Counter
 from pathlib import Path
 
 import msgspec
+import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from batch_pipeline import ids, intake
+from batch_pipeline import ids
 from batch_pipeline.errors import ProofFailed
 from batch_pipeline.intake import chunks as chunking
-from batch_pipeline.intake import spool
+from batch_pipeline.intake import ops, spool
 from batch_pipeline.intake.blocks import BYTE_ORDER_MARK
 from batch_pipeline.ledger import Ledger
 from batch_pipeline.ledger.records import Batch, BatchStatus, ChunkState, IntakeResult, OnInvalid
@@ -63,8 +64,8 @@ def small(settings: Settings, model: Path, scratch: Path) -> Settings:
 
 def run(batch: Batch, ledger: Ledger, store: ObjectStore, settings: Settings, run_id: str = "run") -> IntakeResult:
     """Both ops, as one Dagster run makes them."""
-    intake.validate(batch.batch_id, ledger=ledger, store=store, settings=settings, run_id=run_id)
-    return intake.write_chunks(batch.batch_id, ledger=ledger, store=store, settings=settings, run_id=run_id)
+    ops.validate(batch.batch_id, ledger=ledger, store=store, settings=settings, run_id=run_id)
+    return ops.write_chunks(batch.batch_id, ledger=ledger, store=store, settings=settings, run_id=run_id)
 
 
 def mixed_file(requests: int = 120) -> bytes:
@@ -199,10 +200,10 @@ def test_chunks_are_written_where_this_machine_has_no_copy_of_the_input(
     data = mixed_file(40)
     batch = uploaded(ledger, store, data)
     expected = run(uploaded(ledger, store, data), ledger, store, small)
-    intake.validate(batch.batch_id, ledger=ledger, store=store, settings=small)
+    ops.validate(batch.batch_id, ledger=ledger, store=store, settings=small)
     assert spool.copy_of(str(scratch), batch.batch_id).read_bytes() == data
     spool.discard(str(scratch), batch.batch_id)
-    result = intake.write_chunks(batch.batch_id, ledger=ledger, store=store, settings=small)
+    result = ops.write_chunks(batch.batch_id, ledger=ledger, store=store, settings=small)
     assert [chunk.requests for chunk in result.chunks] == [chunk.requests for chunk in expected.chunks]
     assert not list(scratch.rglob("*"))
 
@@ -210,18 +211,18 @@ def test_chunks_are_written_where_this_machine_has_no_copy_of_the_input(
 def test_a_batch_that_was_not_validated_cannot_be_cut(ledger: Ledger, store: ObjectStore, small: Settings) -> None:
     batch = uploaded(ledger, store, mixed_file(3))
     with pytest.raises(ObjectMissing):
-        intake.write_chunks(batch.batch_id, ledger=ledger, store=store, settings=small)
+        ops.write_chunks(batch.batch_id, ledger=ledger, store=store, settings=small)
 
 
 def test_another_input_than_the_validated_one_is_noticed(
     ledger: Ledger, store: ObjectStore, small: Settings, scratch: Path
 ) -> None:
     batch = uploaded(ledger, store, file_of([request_line(1)]))
-    intake.validate(batch.batch_id, ledger=ledger, store=store, settings=small)
+    ops.validate(batch.batch_id, ledger=ledger, store=store, settings=small)
     copy = spool.copy_of(str(scratch), batch.batch_id)
     copy.write_bytes(b"x" * batch.input_bytes)
     with pytest.raises(ProofFailed, match="another line 1"):
-        intake.write_chunks(batch.batch_id, ledger=ledger, store=store, settings=small)
+        ops.write_chunks(batch.batch_id, ledger=ledger, store=store, settings=small)
     assert ledger.batches.get(batch.batch_id).status == BatchStatus.VALIDATING
 
 
@@ -310,17 +311,17 @@ def test_a_write_that_fails_ends_the_op_and_nothing_is_recorded(
     ledger: Ledger, store: ObjectStore, small: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch = uploaded(ledger, store, file_of(map(request_line, range(95))))
-    intake.validate(batch.batch_id, ledger=ledger, store=store, settings=small)
+    ops.validate(batch.batch_id, ledger=ledger, store=store, settings=small)
     written = chunking.write_chunk_input
 
-    def fail_on_the_fifth(requests: list[chunking.ChunkRequest]) -> bytes:
-        if requests[0].index == 40:
+    def fail_on_the_fifth(requests: pa.Table) -> bytes:
+        if requests["index"][0].as_py() == 40:
             raise OSError("no space left on device")
         return written(requests)
 
     monkeypatch.setattr(chunking, "write_chunk_input", fail_on_the_fifth)
     with pytest.raises(OSError, match="no space"):
-        intake.write_chunks(batch.batch_id, ledger=ledger, store=store, settings=small)
+        ops.write_chunks(batch.batch_id, ledger=ledger, store=store, settings=small)
     assert ledger.batches.get(batch.batch_id).status == BatchStatus.VALIDATING
 
 

@@ -9,9 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from batch_pipeline import intake
 from batch_pipeline.errors import CustomerError, LimitReached
-from batch_pipeline.intake import drop, options, submission
+from batch_pipeline.intake import drop, ops, options, submission
 from batch_pipeline.ledger import Ledger
 from batch_pipeline.ledger.records import Batch, BatchStatus, Door
 from batch_pipeline.results import merge, outbox
@@ -147,8 +146,8 @@ def test_the_drop_folder_says_in_its_status_which_limit_was_reached(
     assert take(ledger, store, settings, "large", lines(100)) is None
     assert "at most 5000 are taken" in json.dumps(shown(store, "large"))
 
-    intake.validate(batch_id, ledger=ledger, store=store, settings=settings)
-    intake.write_chunks(batch_id, ledger=ledger, store=store, settings=settings)
+    ops.validate(batch_id, ledger=ledger, store=store, settings=settings)
+    ops.write_chunks(batch_id, ledger=ledger, store=store, settings=settings)
     merge.merge(batch_id, ledger=ledger, store=store, settings=settings, run_id="run")
     outbox.publish_status(batch_id, ledger=ledger, store=store, settings=settings)
     status = shown(store, "first")
@@ -181,8 +180,8 @@ def test_a_customers_own_limits_count_for_what_is_submitted_and_validated(
     with pytest.raises(CustomerError, match="at most 3000 are taken"):
         submit(100)
     batch = submit(4)
-    intake.validate(batch.batch_id, ledger=ledger, store=store, settings=settings)
-    intake.write_chunks(batch.batch_id, ledger=ledger, store=store, settings=settings)
+    ops.validate(batch.batch_id, ledger=ledger, store=store, settings=settings)
+    ops.write_chunks(batch.batch_id, ledger=ledger, store=store, settings=settings)
     found = ledger.batches.get(batch.batch_id)
     assert found.outcome is BatchStatus.FAILED
     assert [error.code for error in found.errors] == [codes.TOO_MANY_REQUESTS]

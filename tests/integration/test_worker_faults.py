@@ -17,10 +17,9 @@ from batch_pipeline.ledger import Ledger
 from batch_pipeline.ledger.records import BatchStatus, ChunkState, WorkerState
 from batch_pipeline.settings import Settings
 from batch_pipeline.store import ObjectStore
-from batch_pipeline.wire import chunk_files
 from batch_pipeline.worker import Ended, WorkerReport
 from tests.fakes import engine as fake_engine
-from tests.fakes.batches import chat_request, make_batch
+from tests.fakes.batches import chat_request, chunk_input, make_batch
 from tests.fakes.clock import SteppedClock
 from tests.fakes.engine import RunningFake
 from tests.fakes.workers import (
@@ -356,7 +355,7 @@ def test_sigterm_saves_what_is_finished_hands_back_the_rest_and_the_next_worker_
         (seen,) = ledger.workers.of_models([MODEL])
         assert (seen.state, seen.detail) == (WorkerState.STOPPED, "ended: signal")
     plain = [chat_request(index, f"say {index}") for index in range(100)]
-    store.put(chunk.input_key, chunk_files.write_chunk_input(plain))
+    store.put(chunk.input_key, chunk_input(plain))
     with fake_engine.running() as fake:
         make_worker(ledger, store, quick(settings), attached(fake.url)).run()
         assert fake.stats().calls == 100 - done

@@ -17,12 +17,13 @@ from batch_pipeline.intake.blocks import Block
 from batch_pipeline.intake.bodies import FORWARDED
 from batch_pipeline.intake.chunks import _forwarded
 from batch_pipeline.intake.fields import REFUSED, STATEFUL
-from batch_pipeline.intake.lines import Request, check_block
 from batch_pipeline.intake.problems import LineProblem
+from batch_pipeline.intake.rows import Request
 from batch_pipeline.intake.rules import Rules
 from batch_pipeline.models import Model
 from batch_pipeline.settings import Settings, load
 from batch_pipeline.worker.outcome import salted
+from tests.fakes import intake_files
 from tests.fakes.small_model import NAME, small_settings, write_model
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
@@ -58,7 +59,7 @@ def line_of(endpoint: str, body: bytes) -> bytes:
 def check(body: dict[str, Any] | bytes, settings: Settings, endpoint: str = CHAT) -> Request | LineProblem:
     """What a line is whose body has these fields beside the required ones, or these bytes."""
     raw = body if isinstance(body, bytes) else json.dumps({**BODIES[endpoint], **body}).encode()
-    checked = check_block(Block(0, 0, line_of(endpoint, raw)), Rules(settings, endpoint))
+    checked = intake_files.check(Block(0, 0, line_of(endpoint, raw)), Rules(settings, endpoint))
     (only,) = [*checked.requests, *checked.problems]
     return only
 

@@ -14,11 +14,11 @@ from batch_pipeline.cli.app import make_console, print_json
 from batch_pipeline.errors import CustomerError
 from batch_pipeline.intake import options
 from batch_pipeline.intake.blocks import Block
-from batch_pipeline.intake.lines import check_block
 from batch_pipeline.intake.problems import LineProblem
 from batch_pipeline.intake.rules import Rules
 from batch_pipeline.plain import one_line, printable
 from batch_pipeline.settings import Intake, Settings
+from tests.fakes import intake_files
 
 EVIL = "\x1b]0;pwned\x07\x1b[2J\x9b31m\u202etxt.exe\u2066\u200b\r\b\x00\U000e0041[red]:smile:"
 ANY = st.text(st.characters(exclude_categories=[]), max_size=40)
@@ -79,7 +79,7 @@ FIELDS: list[dict[str, Any]] = [
 def test_messages_about_lines_are_printable(changed: dict[str, Any]) -> None:
     line = {"custom_id": "a\u202e", "method": "POST", "url": "/v1/chat/completions", "body": {}, **changed}
     for text in (json.dumps(line), json.dumps(line, ensure_ascii=False)):
-        checked = check_block(Block(0, 0, text.encode()), Rules(Settings(), "/v1/chat/completions"))
+        checked = intake_files.check(Block(0, 0, text.encode()), Rules(Settings(), "/v1/chat/completions"))
         (problem,) = checked.problems
         assert isinstance(problem, LineProblem)
         assert problem.message.isprintable()
@@ -89,6 +89,6 @@ def test_messages_about_lines_are_printable(changed: dict[str, Any]) -> None:
 @pytest.mark.parametrize("custom_id", ["a\x1b[2J", "a\nb", "a\x00", "\x9b", "\ud800", "x" * 513, ""])
 def test_custom_ids_that_could_act_are_refused(custom_id: str) -> None:
     line = {"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions", "body": {}}
-    checked = check_block(Block(0, 0, json.dumps(line).encode()), Rules(Settings(), "/v1/chat/completions"))
+    checked = intake_files.check(Block(0, 0, json.dumps(line).encode()), Rules(Settings(), "/v1/chat/completions"))
     assert [problem.code for problem in checked.problems] != []
     assert checked.problems[0].message.isprintable()

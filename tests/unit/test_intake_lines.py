@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 
 from batch_pipeline.intake.blocks import Block, read_blocks
-from batch_pipeline.intake.lines import Request, check_block, depth_of, readable_custom_id
+from batch_pipeline.intake.lines import readable_custom_id
 from batch_pipeline.intake.problems import LineProblem
+from batch_pipeline.intake.rows import Request
 from batch_pipeline.intake.rules import Rules
 from batch_pipeline.settings import Settings
+from batch_pipeline.wire.nesting import depth_of
+from tests.fakes import intake_files
 from tests.fakes.small_model import NAME, small_settings, write_model
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
@@ -40,7 +43,7 @@ def line_of(endpoint: str = CHAT, **body: Any) -> bytes:
 
 def check(line: bytes, settings: Settings, endpoint: str = CHAT) -> Request | LineProblem:
     """What a single line is."""
-    checked = check_block(Block(0, 0, line), Rules(settings, endpoint))
+    checked = intake_files.check(Block(0, 0, line), Rules(settings, endpoint))
     (only,) = [*checked.requests, *checked.problems]
     return only
 
@@ -278,7 +281,7 @@ def test_an_endless_line_is_skipped_in_bounded_memory(settings: Settings) -> Non
     rules = Rules(settings, CHAT)
     tracemalloc.start()
     blocks = read_blocks(endless(line_of()[:-2], b"x" * 1_000_000, 200), rules.max_line_bytes)
-    checked = [check_block(block, rules) for block in blocks]
+    checked = [intake_files.check(block, rules) for block in blocks]
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 8 * rules.max_line_bytes
@@ -289,7 +292,7 @@ def test_an_endless_line_is_skipped_in_bounded_memory(settings: Settings) -> Non
 def test_a_blank_line_of_any_length_is_no_request(settings: Settings) -> None:
     rules = Rules(settings, CHAT)
     blocks = list(read_blocks(endless(b" ", b" \t" * 500_000, 9), rules.max_line_bytes))
-    checked = [check_block(block, rules) for block in blocks]
+    checked = [intake_files.check(block, rules) for block in blocks]
     assert not [p for part in checked for p in part.problems]
     assert [(r.line_index, r.line_offset) for part in checked for r in part.requests] == [(1, 9_000_002)]
 
@@ -299,7 +302,7 @@ def test_lines_around_the_limit(settings: Settings) -> None:
     for limit, accepted in ((len(line), True), (len(line) - 1, False)):
         rules = Rules(small_settings(Path(settings.models[NAME].source), max_line_bytes=limit), CHAT)
         for pieces in ([line + b"\n" + line], [line, b"\n", line]):
-            checked = [check_block(block, rules) for block in read_blocks(pieces, limit)]
+            checked = [intake_files.check(block, rules) for block in read_blocks(pieces, limit)]
             good = sum(len(part.requests) for part in checked)
             codes = [p.code for part in checked for p in part.problems]
             assert (good, codes) == ((2, []) if accepted else (0, ["line_too_long"] * 2))

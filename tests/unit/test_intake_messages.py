@@ -9,11 +9,12 @@ import msgspec
 import pytest
 
 from batch_pipeline.intake.blocks import Block
-from batch_pipeline.intake.lines import Request, check_block
 from batch_pipeline.intake.problems import LineProblem
+from batch_pipeline.intake.rows import Request
 from batch_pipeline.intake.rules import Rules
 from batch_pipeline.settings import Settings
 from batch_pipeline.wire.usage import AnswerBody, tokens_of
+from tests.fakes import intake_files
 from tests.fakes.small_model import CONTEXT_LENGTH, NAME, small_settings, write_model
 
 USER = {"role": "user", "content": "hi"}
@@ -30,7 +31,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
 
 def check(body: dict[str, Any], settings: Settings) -> Request | LineProblem:
     line = json.dumps({"custom_id": "a", "method": "POST", "url": "/v1/messages", "body": body}).encode()
-    checked = check_block(Block(0, 0, line), Rules(settings, "/v1/messages"))
+    checked = intake_files.check(Block(0, 0, line), Rules(settings, "/v1/messages"))
     (only,) = [*checked.requests, *checked.problems]
     return only
 
@@ -108,7 +109,7 @@ def test_prompt_that_does_not_fit_is_refused_by_its_exact_tokens(settings: Setti
         line = json.dumps(
             {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {**as_chat, "max_tokens": 8}}
         ).encode()
-        checked = check_block(Block(0, 0, line), Rules(settings, "/v1/chat/completions"))
+        checked = intake_files.check(Block(0, 0, line), Rules(settings, "/v1/chat/completions"))
         mine = check({**PLAIN, "system": "S", "messages": [{"role": "user", "content": words}]}, settings)
         assert isinstance(mine, Request) == bool(checked.requests), number
     assert isinstance(mine, LineProblem)

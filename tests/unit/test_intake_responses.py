@@ -10,12 +10,13 @@ import pytest
 
 from batch_pipeline.engine import Answer
 from batch_pipeline.intake.blocks import Block
-from batch_pipeline.intake.lines import Request, check_block
 from batch_pipeline.intake.problems import LineProblem
+from batch_pipeline.intake.rows import Request
 from batch_pipeline.intake.rules import Rules
 from batch_pipeline.settings import Settings
 from batch_pipeline.wire.usage import AnswerBody, tokens_of
 from batch_pipeline.worker.outcome import Meaning, meaning, said, salted, unstored
+from tests.fakes import intake_files
 from tests.fakes.small_model import CONTEXT_LENGTH, NAME, small_settings, write_model
 
 USER = {"role": "user", "content": "hi"}
@@ -47,7 +48,7 @@ def with_hosts(settings: Settings, *hosts: str) -> Settings:
 
 def check(body: dict[str, Any], settings: Settings, endpoint: str = "/v1/responses") -> Request | LineProblem:
     line = json.dumps({"custom_id": "a", "method": "POST", "url": endpoint, "body": body}).encode()
-    checked = check_block(Block(0, 0, line), Rules(settings, endpoint))
+    checked = intake_files.check(Block(0, 0, line), Rules(settings, endpoint))
     (only,) = [*checked.requests, *checked.problems]
     return only
 

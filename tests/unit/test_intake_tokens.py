@@ -13,11 +13,12 @@ from transformers import PreTrainedTokenizerFast
 
 from batch_pipeline.intake.blocks import Block
 from batch_pipeline.intake.bodies import ChatBody, Message
-from batch_pipeline.intake.lines import Checked, check_block
 from batch_pipeline.intake.rules import Rules
 from batch_pipeline.intake.templates import ChatTemplate, TemplateFailed
 from batch_pipeline.intake.tokens import TokenCounter
 from batch_pipeline.settings import Settings
+from tests.fakes import intake_files
+from tests.fakes.intake_files import Checked
 from tests.fakes.small_model import CONTEXT_LENGTH, NAME, TEMPLATE, small_settings, write_model
 
 CHAT = "/v1/chat/completions"
@@ -96,7 +97,7 @@ def _counter(tmp_path_factory: pytest.TempPathFactory) -> TokenCounter:
 def check(body: dict[str, Any], settings: Settings, endpoint: str = CHAT) -> Checked:
     """What a line with this body is."""
     request = {"custom_id": "a", "method": "POST", "url": endpoint, "body": {"model": NAME, **body}}
-    return check_block(Block(0, 0, json.dumps(request).encode()), Rules(settings, endpoint))
+    return intake_files.check(Block(0, 0, json.dumps(request).encode()), Rules(settings, endpoint))
 
 
 def test_the_limit_is_exact(folder: Path) -> None:

@@ -11,10 +11,10 @@ import pytest
 
 from batch_pipeline.intake.blocks import read_blocks
 from batch_pipeline.intake.check import check_file
-from batch_pipeline.intake.lines import check_block
 from batch_pipeline.intake.problems import LineProblem
 from batch_pipeline.intake.rules import Rules
 from batch_pipeline.settings import Settings
+from tests.fakes import intake_files
 from tests.fakes.small_model import small_settings, write_model
 
 CASES = Path(__file__).resolve().parent.parent / "cases" / "validation"
@@ -53,7 +53,7 @@ def test_answers_do_not_depend_on_how_the_file_is_read(name: str, size: int, set
 
     def read(piece: int) -> list[object]:
         pieces = (data[start : start + piece] for start in range(0, len(data), piece))
-        checked = [check_block(block, rules) for block in read_blocks(pieces, settings.intake.max_line_bytes)]
+        checked = [intake_files.check(block, rules) for block in read_blocks(pieces, settings.intake.max_line_bytes)]
         return [entry for part in checked for entry in [*part.requests, *part.problems]]
 
     assert sorted(map(str, read(size))) == sorted(map(str, read(len(data) or 1)))

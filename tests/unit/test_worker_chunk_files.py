@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from batch_pipeline.wire import chunk_files
 from batch_pipeline.wire.chunk_files import ChunkRequest, DamagedFile, FinishedRequest
+from tests.fakes.batches import chunk_input
 
 tokens = st.integers(0, 2**31 - 1)
 requests = st.lists(
@@ -25,9 +26,9 @@ finished = st.lists(
 
 @given(requests)
 def test_a_chunk_input_is_read_back_as_it_was_written_in_its_order(rows: list[ChunkRequest]) -> None:
-    data = chunk_files.write_chunk_input(rows)
+    data = chunk_input(rows)
     assert chunk_files.read_requests(data) == rows
-    assert data == chunk_files.write_chunk_input(rows)
+    assert data == chunk_input(rows)
     table = chunk_files.read_chunk_input(data, ["custom_id", "index"])
     assert table.column("custom_id").to_pylist() == [row.custom_id for row in rows]
     assert table.schema.names == ["custom_id", "index"]
@@ -35,10 +36,10 @@ def test_a_chunk_input_is_read_back_as_it_was_written_in_its_order(rows: list[Ch
 
 def test_requests_that_share_an_answer_are_read_back_and_the_column_is_there_only_then() -> None:
     rows = [ChunkRequest(4, "a", b"{}", 1, 1), ChunkRequest(7, "b", b"{}", 1, 1, same_as=4)]
-    data = chunk_files.write_chunk_input(rows)
+    data = chunk_input(rows)
     assert chunk_files.read_requests(data) == rows
     assert chunk_files.read_chunk_input(data).schema.names[-1] == "same_as"
-    assert chunk_files.read_chunk_input(chunk_files.write_chunk_input(rows[:1])).schema.names[-1] == "max_tokens"
+    assert chunk_files.read_chunk_input(chunk_input(rows[:1])).schema.names[-1] == "max_tokens"
 
 
 @given(finished)

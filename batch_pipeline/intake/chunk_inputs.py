@@ -1,0 +1,109 @@
+"""A chunk's input, made from rows of the request table and the bytes of the lines that they point to."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from batch_pipeline.errors import ProofFailed
+from batch_pipeline.intake.bodies import FORWARDED
+from batch_pipeline.intake.gather import MappedFile
+from batch_pipeline.intake.lines import readable_custom_id
+from batch_pipeline.wire.chunk_files import INPUT_SCHEMA
+
+COLUMNS = (
+    "index",
+    "line_offset",
+    "line_bytes",
+    "body_start",
+    "body_bytes",
+    "id_start",
+    "id_bytes",
+    "rewrite",
+    "prompt_tokens",
+    "max_tokens",
+)
+"""Those of the request table that are needed."""
+TWIN = "twin"
+"""A further column where requests share calls of the engine: equal for those that share one."""
+
+Numbers = npt.NDArray[np.int64]
+
+_bodies = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+def chunk_input(rows: pa.Table, file: MappedFile, endpoint: str) -> pa.Table:
+    """Return the input of a chunk with these rows, in their order.
+
+    Raises ProofFailed where the file is not the one whose lines were validated.
+    """
+    offsets, body_bytes = _numbers(rows, "line_offset"), _numbers(rows, "body_bytes")
+    body_starts = offsets + _numbers(rows, "body_start")
+    _check_bodies(rows, body_starts, body_starts + body_bytes - 1, file)
+    columns = {
+        "index": rows.column("index"),
+        "custom_id": _custom_ids(rows, offsets, file),
+        "body": _forwarded(rows, file.take(body_starts, body_bytes), endpoint),
+        "prompt_tokens": rows.column("prompt_tokens"),
+        "max_tokens": rows.column("max_tokens"),
+        "same_as": _same_as(rows),
+    }
+    return pa.table([columns[name] for name in INPUT_SCHEMA.names], schema=INPUT_SCHEMA)
+
+
+def _same_as(rows: pa.Table) -> pa.Array:
+    """Return for each request the one before it in the chunk whose answer it takes, -1 where it has its own."""
+    same_as = np.full(rows.num_rows, -1, dtype=np.int64)
+    if TWIN in rows.schema.names:
+        _, first, own = np.unique(_numbers(rows, TWIN), return_index=True, return_inverse=True)
+        shares = first[own] != np.arange(rows.num_rows)
+        same_as[shares] = _numbers(rows, "index")[first[own]][shares]
+    return pa.array(same_as)
+
+
+def _check_bodies(rows: pa.Table, first: Numbers, last: Numbers, file: MappedFile) -> None:
+    """Look whether an object stands wherever a body should."""
+    is_inside = last < file.size
+    wrong = ~is_inside
+    wrong[is_inside] = (file.at(first[is_inside]) != ord("{")) | (file.at(last[is_inside]) != ord("}"))
+    if wrong.any():
+        line = int(_numbers(rows, "index")[wrong][0]) + 1
+        raise ProofFailed([f"the input has another line {line} than the one that was validated"])
+
+
+def _custom_ids(rows: pa.Table, offsets: Numbers, file: MappedFile) -> pa.Array:
+    """Return the ids as they stand in their lines, or as they read where they are written with escapes."""
+    starts, lengths = _numbers(rows, "id_start"), _numbers(rows, "id_bytes")
+    escaped = np.flatnonzero(starts < 0)
+    if not len(escaped):
+        return file.take(offsets + starts, lengths).cast(pa.string())
+    plain = np.flatnonzero(starts >= 0)
+    texts = file.take((offsets + starts)[plain], lengths[plain]).cast(pa.string()).to_pylist()
+    found = dict(zip(plain.tolist(), texts, strict=True))
+    line_bytes = _numbers(rows, "line_bytes")
+    for row in escaped.tolist():
+        found[row] = readable_custom_id(file.read(int(offsets[row]), int(line_bytes[row]))) or ""
+    return pa.array([found[row] for row in range(len(starts))], type=pa.string())
+
+
+def _forwarded(rows: pa.Table, bodies: pa.Array, endpoint: str) -> pa.Array:
+    """Return the bodies without what must not reach an engine; all else stays as it was written."""
+    rewrite = rows.column("rewrite").to_numpy()
+    if not rewrite.any():
+        return bodies
+    fields = FORWARDED[endpoint]
+    made = bodies.to_pylist()
+    for row in np.flatnonzero(rewrite).tolist():
+        made[row] = _without_others(made[row], fields)
+    return pa.array(made, type=pa.binary())
+
+
+def _without_others(body: bytes, fields: frozenset[str]) -> bytes:
+    return msgspec.json.encode({name: value for name, value in _bodies.decode(body).items() if name in fields})
+
+
+def _numbers(rows: pa.Table, name: str) -> Numbers:
+    numbers: Numbers = rows.column(name).to_numpy().astype(np.int64)
+    return numbers
