@@ -22,6 +22,9 @@ from batch_pipeline.settings import Intake
 DEPTHS = ("prefix_64", "prefix_256", "prefix_1024", "prefix_4096")
 _SMALL_GROUP_SHARE = 4
 """A cut is moved forward to spare a group if that costs the chunk at most one part in so many."""
+_MODEL_FACTOR = np.uint64(0xD6E8FEB86659FD93)
+"""Makes the same prefix before two models two prefixes."""
+_ROW_BITS = 31
 
 Rows = npt.NDArray[np.int64]
 
@@ -45,42 +48,50 @@ class Cut(NamedTuple):
 
 
 def order(segment: pa.Table) -> OrderedSegment:
-    """Return the order of a segment: by model, then by shared prefix, then as in the file."""
-    import polars as pl
+    """Return the order of a segment, whose rows are in the file's order: by model, then by shared prefix, then as in
+    the file.
 
-    frame = pl.from_arrow(segment.select(["index", "model", *DEPTHS]))
-    if not isinstance(frame, pl.DataFrame):
-        raise TypeError("a table is a frame")
-    frame = frame.with_row_index("row").with_columns(pl.col("index").min().over("model").alias("model_rank"))
-    frame = frame.with_columns(pl.lit(0).alias("depth"), pl.col("index").alias("leaf"))
-    keys = ["model_rank"]
-    for number, depth in enumerate(DEPTHS, 1):
-        group = pl.col("index").min().over("model", depth)
-        shared = pl.len().over("model", depth) > 1
-        first = f"first_{number}"
+    Depth by depth, what shares nothing has found its place; only the rest is looked at again.
+    """
+    models = _models(segment).indices.to_numpy().astype(np.int64)
+    rows: Rows = np.arange(segment.num_rows)
+    leaf, deepest = rows.copy(), np.zeros(len(rows), dtype=np.int64)
+    left, places, rank = rows.copy(), rows.copy(), models
+    for depth, name in enumerate(DEPTHS, 1):
+        hashes = segment.column(name).to_numpy()[left] + models[left].astype(np.uint64) * _MODEL_FACTOR
+        first, shared = _groups(hashes)
+        leaf[left[shared]] = left[first[shared]]
+        deepest[left[shared]] = depth
         # What shares nothing at this depth stays together in its group, behind the subgroup that leads the group.
-        frame = frame.with_columns(shared.alias("shared"), group.alias("group"))
-        frame = frame.with_columns(
-            pl.when("shared").then("group").otherwise("leaf").alias(first),
-            (~pl.col("shared")).alias(f"alone_{number}"),
-            pl.when("shared").then(number).otherwise("depth").alias("depth"),
-            pl.when("shared").then("group").otherwise("leaf").alias("leaf"),
-        )
-        keys += [first, f"alone_{number}"]
-        if not frame["shared"].any():
+        key = (rank << _ROW_BITS | leaf[left]) << 1 | ~shared
+        ordered = np.argsort(key, kind="stable")
+        rows[places] = left[ordered]
+        still = shared[ordered]
+        left, places, key = left[ordered][still], places[still], key[ordered][still]
+        if not len(left):
             break
-    ordered = frame.sort([*keys, "index"]).select(
-        "row",
-        shares=pl.col("depth") > 0,
-        leaf=((pl.col("leaf") != pl.col("leaf").shift()) | (pl.col("depth") != pl.col("depth").shift()))
-        .fill_null(False)
-        .cum_sum(),
-    )
-    return OrderedSegment(
-        ordered["row"].cast(pl.Int64).to_numpy(),
-        ordered["leaf"].cast(pl.Int64).to_numpy(),
-        ordered["shares"].to_numpy(),
-    )
+        rank = np.cumsum(np.diff(key, prepend=key[0]) != 0)
+    begins = np.flatnonzero(np.diff(leaf[rows]) | np.diff(deepest[rows])) + 1
+    leaves = np.zeros(len(rows), dtype=np.int64)
+    leaves[begins] = 1
+    return OrderedSegment(rows, np.cumsum(leaves), deepest[rows] > 0)
+
+
+def _groups(hashes: npt.NDArray[np.uint64]) -> tuple[Rows, npt.NDArray[np.bool_]]:
+    """Return for each position the first one with an equal hash, and whether there are others."""
+    by_hash = np.argsort(hashes, kind="stable")
+    ordered = hashes[by_hash]
+    starts = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1])))
+    sizes = np.diff(np.append(starts, len(ordered)))
+    first, shared = np.empty(len(ordered), dtype=np.int64), np.empty(len(ordered), dtype=np.bool_)
+    first[by_hash] = np.repeat(by_hash[starts], sizes)
+    shared[by_hash] = np.repeat(sizes > 1, sizes)
+    return first, shared
+
+
+def _models(segment: pa.Table) -> pa.DictionaryArray:
+    """Return the model of each row; they are numbered as they come up."""
+    return segment.column("model").combine_chunks().dictionary_encode()
 
 
 def together(ordered: OrderedSegment, twins: Rows) -> OrderedSegment:
@@ -108,8 +119,8 @@ def cut(segment: pa.Table, limits: Intake, twins: Rows | None = None) -> Iterato
     prompts = _column(segment, "prompt_tokens", ordered.rows)
     tokens = prompts + _column(segment, "max_tokens", ordered.rows)
     lengths = _column(segment, "body_bytes", ordered.rows)
-    models = segment.column("model").take(pa.array(ordered.rows)).combine_chunks().dictionary_encode()
-    codes = models.indices.to_numpy()
+    models = _models(segment)
+    codes = models.indices.to_numpy()[ordered.rows]
     names = models.dictionary.to_pylist()
     model_ends = np.append(np.flatnonzero(np.diff(codes)) + 1, len(codes))
     leaf_starts = np.searchsorted(ordered.leaves, ordered.leaves, side="left")
