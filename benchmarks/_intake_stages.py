@@ -16,7 +16,6 @@ from batch_pipeline.intake.blocks import Block, read_blocks
 from batch_pipeline.intake.chunk_inputs import COLUMNS, chunk_input
 from batch_pipeline.intake.chunks import recorded
 from batch_pipeline.intake.duplicates import CustomIds
-from batch_pipeline.intake.gather import MappedFile
 from batch_pipeline.intake.order import cut, order
 from batch_pipeline.intake.rules import Rules
 from batch_pipeline.intake.table import RequestTable, Summary, TableWriter
@@ -96,7 +95,6 @@ class Stages:
 
     def _write_chunks(self, table: RequestTable) -> None:
         with (self._folder / "input.jsonl").open("rb") as source:
-            file = MappedFile(source.fileno())
             for part in table.segments(self._settings.intake.segment_requests):
                 segment = part.combine_chunks()
                 with self._timed("prefix order"):
@@ -104,8 +102,7 @@ class Stages:
                 for number, chunk in enumerate(cut(segment, self._settings.intake)):
                     with self._timed("gather lines"):
                         rows = segment.select(list(COLUMNS)).take(chunk.rows)
-                        requests = chunk_input(rows, file, CHAT)
-                        file.release()
+                        requests = chunk_input(rows, source.fileno(), CHAT)
                     with self._timed("encode Parquet"):
                         data = write_chunk_input(requests)
                     with self._timed("write to the store"):

@@ -29,7 +29,8 @@ from batch_pipeline.embedded import seaweedfs
 from batch_pipeline.ledger import Ledger
 from batch_pipeline.ledger.records import Door, IntakeResult, NewBatch, NewChunk, OnInvalid
 from batch_pipeline.store import ObjectStore, keys
-from batch_pipeline.wire.chunk_files import ChunkRequest, write_chunk_input
+from batch_pipeline.wire.chunk_files import ChunkRequest
+from tests.fakes.batches import chunk_input
 from tests.fakes.workers import MODEL, Life, start_process
 
 CHUNK = 1000
@@ -124,7 +125,7 @@ def fill(ledger: Ledger, store: ObjectStore, requests: int) -> None:
             prompt_tokens=120 * len(rows),
             max_output_tokens=40 * len(rows),
         )
-        store.put(chunk.input_key, write_chunk_input(rows))
+        store.put(chunk.input_key, chunk_input(rows))
         chunks.append(chunk)
     ledger.batches.record_intake(
         batch_id,

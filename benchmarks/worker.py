@@ -35,12 +35,11 @@ from typing import Any
 import msgspec
 import psutil
 
-from batch_pipeline import intake
 from batch_pipeline import settings as configuration
 from batch_pipeline.embedded import seaweedfs
 from batch_pipeline.engine import AttachedEngine, VllmServer, server
+from batch_pipeline.intake import ops, submission
 from batch_pipeline.intake import options as choices
-from batch_pipeline.intake import submission
 from batch_pipeline.ledger import Ledger
 from batch_pipeline.ledger.records import Batch, BatchStatus, Door
 from batch_pipeline.models import Model
@@ -186,8 +185,8 @@ class OurSide:
         reset_prefix_cache(str(self._settings.models[MODEL].engine_url))
         parts = {"ledger": self._ledger, "store": self._store, "settings": self._settings}
         began = time.monotonic()
-        intake.validate(batch.batch_id, **parts, run_id="intake")
-        intake.write_chunks(batch.batch_id, **parts, run_id="intake")
+        ops.validate(batch.batch_id, **parts, run_id="intake")
+        ops.write_chunks(batch.batch_id, **parts, run_id="intake")
         taken = time.monotonic()
         drained: list[float] = []
         engine = AttachedEngine(MODEL, str(self._settings.models[MODEL].engine_url), 60.0)

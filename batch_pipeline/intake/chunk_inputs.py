@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from batch_pipeline.errors import ProofFailed
 from batch_pipeline.intake.bodies import FORWARDED
-from batch_pipeline.intake.gather import MappedFile
+from batch_pipeline.intake.gather import Lines
 from batch_pipeline.intake.lines import readable_custom_id
 from batch_pipeline.wire.chunk_files import INPUT_SCHEMA
 
@@ -34,18 +34,21 @@ Numbers = npt.NDArray[np.int64]
 _bodies = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-def chunk_input(rows: pa.Table, file: MappedFile, endpoint: str) -> pa.Table:
-    """Return the input of a chunk with these rows, in their order.
+def chunk_input(rows: pa.Table, descriptor: int, endpoint: str) -> pa.Table:
+    """Return the input of a chunk with these rows, in their order; `descriptor` is that of the local copy of the file.
 
     Raises ProofFailed where the file is not the one whose lines were validated.
     """
-    offsets, body_bytes = _numbers(rows, "line_offset"), _numbers(rows, "body_bytes")
-    body_starts = offsets + _numbers(rows, "body_start")
-    _check_bodies(rows, body_starts, body_starts + body_bytes - 1, file)
+    lines = Lines(descriptor, _numbers(rows, "line_offset"), _numbers(rows, "line_bytes"))
+    starts, lengths = _numbers(rows, "body_start"), _numbers(rows, "body_bytes")
+    wrong = (lines.at(starts) != ord("{")) | (lines.at(starts + lengths - 1) != ord("}"))
+    if wrong.any():
+        line = int(_numbers(rows, "index")[wrong][0]) + 1
+        raise ProofFailed([f"the input has another line {line} than the one that was validated"])
     columns = {
         "index": rows.column("index"),
-        "custom_id": _custom_ids(rows, offsets, file),
-        "body": _forwarded(rows, file.take(body_starts, body_bytes), endpoint),
+        "custom_id": _custom_ids(rows, lines),
+        "body": _forwarded(rows, lines.parts(starts, lengths), endpoint),
         "prompt_tokens": rows.column("prompt_tokens"),
         "max_tokens": rows.column("max_tokens"),
         "same_as": _same_as(rows),
@@ -63,29 +66,17 @@ def _same_as(rows: pa.Table) -> pa.Array:
     return pa.array(same_as)
 
 
-def _check_bodies(rows: pa.Table, first: Numbers, last: Numbers, file: MappedFile) -> None:
-    """Look whether an object stands wherever a body should."""
-    is_inside = last < file.size
-    wrong = ~is_inside
-    wrong[is_inside] = (file.at(first[is_inside]) != ord("{")) | (file.at(last[is_inside]) != ord("}"))
-    if wrong.any():
-        line = int(_numbers(rows, "index")[wrong][0]) + 1
-        raise ProofFailed([f"the input has another line {line} than the one that was validated"])
-
-
-def _custom_ids(rows: pa.Table, offsets: Numbers, file: MappedFile) -> pa.Array:
+def _custom_ids(rows: pa.Table, lines: Lines) -> pa.Array:
     """Return the ids as they stand in their lines, or as they read where they are written with escapes."""
     starts, lengths = _numbers(rows, "id_start"), _numbers(rows, "id_bytes")
     escaped = np.flatnonzero(starts < 0)
+    ids = lines.parts(np.maximum(starts, 0), np.where(starts < 0, 0, lengths)).cast(pa.string())
     if not len(escaped):
-        return file.take(offsets + starts, lengths).cast(pa.string())
-    plain = np.flatnonzero(starts >= 0)
-    texts = file.take((offsets + starts)[plain], lengths[plain]).cast(pa.string()).to_pylist()
-    found = dict(zip(plain.tolist(), texts, strict=True))
-    line_bytes = _numbers(rows, "line_bytes")
+        return ids
+    texts = ids.to_pylist()
     for row in escaped.tolist():
-        found[row] = readable_custom_id(file.read(int(offsets[row]), int(line_bytes[row]))) or ""
-    return pa.array([found[row] for row in range(len(starts))], type=pa.string())
+        texts[row] = readable_custom_id(lines.line(row)) or ""
+    return pa.array(texts, type=pa.string())
 
 
 def _forwarded(rows: pa.Table, bodies: pa.Array, endpoint: str) -> pa.Array:

@@ -20,7 +20,6 @@ import pyarrow as pa
 from batch_pipeline.errors import ProofFailed
 from batch_pipeline.intake import spool
 from batch_pipeline.intake.chunk_inputs import COLUMNS, TWIN, chunk_input
-from batch_pipeline.intake.gather import MappedFile
 from batch_pipeline.intake.identical import first_twins
 from batch_pipeline.intake.options import shares_identical
 from batch_pipeline.intake.order import cut
@@ -33,8 +32,7 @@ from batch_pipeline.settings import Settings
 from batch_pipeline.store import ObjectStore, keys
 from batch_pipeline.wire.chunk_files import write_chunk_input
 
-_WRITERS = 8
-"""Chunks that are written at once: the store takes much longer to answer than a chunk to be made."""
+_WRITERS = 4
 
 
 def write_chunks(
@@ -103,11 +101,8 @@ def _write(batch: Batch, store: ObjectStore, settings: Settings, folder: Path) -
 def _write_all(
     batch: Batch, table: RequestTable, descriptor: int, store: ObjectStore, settings: Settings
 ) -> list[NewChunk]:
-    """Write all chunk inputs, several at once; returns when the last one is stored. Memory: a segment, and of each
-    chunk under way its input twice.
-    """
+    """Write all chunk inputs, several at once; returns when the last one is stored. Memory: a segment, a few chunks."""
     chunks: list[NewChunk] = []
-    file = MappedFile(descriptor)
     with ThreadPoolExecutor(_WRITERS, thread_name_prefix="intake-write") as writers:
         under_way: deque[Future[None]] = deque()
         for model, rows in _cuts(batch, table, descriptor, settings):
@@ -115,7 +110,7 @@ def _write_all(
             chunks.append(_described(len(chunks), model, key, rows))
             if len(under_way) > _WRITERS:
                 under_way.popleft().result()
-            under_way.append(writers.submit(_put, store, key, rows, file, batch.endpoint))
+            under_way.append(writers.submit(_put, store, key, rows, descriptor, batch.endpoint))
         for writing in under_way:
             writing.result()
     return chunks
@@ -149,8 +144,6 @@ def _described(number: int, model: str, key: str, rows: pa.Table) -> NewChunk:
     )
 
 
-def _put(store: ObjectStore, key: str, rows: pa.Table, file: MappedFile, endpoint: str) -> None:
+def _put(store: ObjectStore, key: str, rows: pa.Table, descriptor: int, endpoint: str) -> None:
     """Write one chunk's input. Killed before the end nothing is visible; a repetition writes the same bytes."""
-    requests = chunk_input(rows, file, endpoint)
-    file.release()
-    store.put(key, write_chunk_input(requests))
+    store.put(key, write_chunk_input(chunk_input(rows, descriptor, endpoint)))

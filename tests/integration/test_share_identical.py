@@ -10,9 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from batch_pipeline import intake
 from batch_pipeline.errors import CustomerError
-from batch_pipeline.intake import options, submission
+from batch_pipeline.intake import ops, options, submission
 from batch_pipeline.ledger import Ledger
 from batch_pipeline.ledger.records import BatchStatus, Door
 from batch_pipeline.results import merge
@@ -63,8 +62,8 @@ def submitted(ledger: Ledger, store: ObjectStore, settings: Settings, folder: Pa
         store=store,
         settings=settings,
     ).batch
-    intake.validate(batch.batch_id, ledger=ledger, store=store, settings=settings, run_id="intake")
-    intake.write_chunks(batch.batch_id, ledger=ledger, store=store, settings=settings, run_id="intake")
+    ops.validate(batch.batch_id, ledger=ledger, store=store, settings=settings, run_id="intake")
+    ops.write_chunks(batch.batch_id, ledger=ledger, store=store, settings=settings, run_id="intake")
     return batch.batch_id
 
 
