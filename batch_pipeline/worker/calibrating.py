@@ -14,9 +14,11 @@ from batch_pipeline.engine.calibration import Search, Step
 from batch_pipeline.engine.measuring import Load
 from batch_pipeline.errors import NotFound
 from batch_pipeline.ledger import Ledger
+from batch_pipeline.models import RESPONSES
 from batch_pipeline.settings import Settings
 from batch_pipeline.store import ObjectStore
 from batch_pipeline.wire import chunk_files
+from batch_pipeline.worker import outcome
 from batch_pipeline.worker.calibrations import Calibration, record, subject_of
 
 MADE_UP_ENDPOINT = "/v1/completions"
@@ -44,7 +46,8 @@ def made_up(model: str, prompt_words: int, answer_tokens: int) -> Workload:
 
 
 def of_batch(batch_id: str, model: str, ledger: Ledger, store: ObjectStore) -> Workload:
-    """Return the requests of a batch's first chunk of a model, again and again.
+    """Return the requests of a batch's first chunk of a model, again and again: each time with another salt, so that
+    the prefix cache has what they share and not what was asked before.
 
     Raises NotFound where there is no such batch, or it has no chunk of the model any more.
     """
@@ -53,7 +56,14 @@ def of_batch(batch_id: str, model: str, ledger: Ledger, store: ObjectStore) -> W
     if chunk is None:
         raise NotFound(f"batch {batch_id} has no chunk of {model}: name one that waits or runs")
     requests = chunk_files.read_requests(store.get(chunk.input_key))
-    return Workload(batch.endpoint, itertools.cycle([request.body for request in requests]))
+
+    def bodies() -> Iterator[bytes]:
+        for turn in itertools.count():
+            for request in requests:
+                body = outcome.salted(request.body, f"calibration {turn}")
+                yield outcome.unstored(body) if batch.endpoint == RESPONSES else body
+
+    return Workload(batch.endpoint, bodies())
 
 
 async def calibrate(

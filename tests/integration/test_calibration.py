@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from batch_pipeline.cli.program import run
 from batch_pipeline.ledger import Ledger
 from batch_pipeline.settings import Settings
 from batch_pipeline.store import ObjectStore
-from batch_pipeline.worker import tuning
+from batch_pipeline.worker import calibrating, tuning
 from batch_pipeline.worker.calibrations import LimitBy
 from tests.fakes import engine as fake_engine
 from tests.fakes.batches import chat_request, make_batch
@@ -61,6 +62,19 @@ def test_a_worker_calibrates_while_it_works_and_every_request_has_its_result_onc
         assert BEST / 2 < report.in_flight < BEST * 2
         assert (report.requests, fake.stats().calls) == (800, 800)
     assert len(lines_of(ledger, store, batch.batch_id)) == 800
+
+
+def test_a_batchs_own_requests_are_never_found_in_the_prefix_cache_as_a_whole(
+    sqlite_url: str, store: ObjectStore
+) -> None:
+    ledger = Ledger.open(sqlite_url)
+    batch = make_batch(ledger, store, [[chat_request(index, f"say {index}") for index in range(3)]])
+    workload = calibrating.of_batch(batch.batch_id, fake_engine.MODEL, ledger, store)
+    bodies = [msgspec.json.decode(next(workload.bodies)) for _ in range(9)]
+    assert [body["messages"][0]["content"] for body in bodies] == ["say 0", "say 1", "say 2"] * 3
+    salts = [body["cache_salt"] for body in bodies]
+    assert len({salts[0], salts[3], salts[6]}) == 3
+    assert salts[0] == salts[1] == salts[2]
 
 
 def test_a_model_of_an_unknown_name_is_refused(settings_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
