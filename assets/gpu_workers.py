@@ -18,15 +18,10 @@ from batch_pipeline.plain import one_line
 from batch_pipeline.settings import Worker
 from resources import Service
 from resources.kubernetes import worker_tags
+from resources.run_process import note_preemption, run_process
 
 log = logging.getLogger(__name__)
 
-ENDED_TAG = "batch_pipeline/ended"
-"""Of a worker's run that ended by neither its own nor an operator's will."""
-PREEMPTED = "preempted"
-"""Told to end by a signal: its pod was preempted or evicted, or its Job deleted. Its work was handed back."""
-LOST = "lost"
-"""Not heard of any more: its node is gone, or it hangs. Its leases have run out."""
 WORKER_STAGE = "worker"
 """What Dagster's tag_concurrency_limits count: no more workers at once than there are GPUs."""
 
@@ -38,20 +33,6 @@ class WorkerConfig(dg.Config):
         default=[],
         description="Ids of the only batches that the worker serves: dedicated capacity. Empty: any batch.",
     )
-
-
-def note_preemption(instance: dg.DagsterInstance, run_id: str) -> None:
-    """Let Dagster know that this run is being ended from outside: its pod is preempted or evicted, its Job was deleted.
-
-    As soon as possible, because what run monitoring sees from then on is a pod that has gone. Nothing where somebody
-    has terminated the run: Dagster knows. Killed before or in between, run monitoring calls the run failed; afterwards
-    it ends as cancelled, by this process or, if that is killed, after `cancel_timeout_seconds`.
-    """
-    run = instance.get_run_by_id(run_id)
-    if run is None or run.status != dg.DagsterRunStatus.STARTED:
-        return
-    instance.add_run_tags(run_id, {ENDED_TAG: PREEMPTED})
-    instance.report_run_canceling(run, "The worker was told to end by its surroundings; it hands its work back.")
 
 
 def pool_name(model_name: str) -> str:
@@ -82,25 +63,17 @@ def gpu_worker_job(model_name: str, model: Model, worker_settings: Worker) -> dg
             except (BatchPipelineError, SQLAlchemyError, dg.DagsterError) as error:
                 log.warning("the chunks of %s are left for its merge to show: %s", batch_id, one_line(str(error)))
 
-        def told_to_end() -> None:
-            """Say it in Dagster. In an outage of its database run monitoring finds out, and calls it a failure."""
-            try:
-                note_preemption(context.instance, context.run_id)
-            except (SQLAlchemyError, dg.DagsterError) as error:
-                log.warning("Dagster was not told that its run was told to end: %s", one_line(str(error)))
-
         report = worker.serve(
             parts.settings,
             model_name,
             run_id=context.run_id,
             only_batches=config.batches,
             on_batch_drained=report_drained,
-            on_signal=told_to_end,
+            on_signal=lambda: note_preemption(context.instance, context.run_id),
         )
         context.log.info(str(report))
         if report.ended == worker.Ended.SIGNAL:
-            # The run ends as cancelled: not as a success, nor as a failure that alarms.
-            told_to_end()
+            # The run ends as cancelled (`resources.run_process`): not as a success, nor as a failure that alarms.
             raise dg.DagsterExecutionInterruptedError
 
     @dg.job(
@@ -109,7 +82,7 @@ def gpu_worker_job(model_name: str, model: Model, worker_settings: Worker) -> dg
             f"One GPU worker of {model_name}: launched by the sensor where there is backlog, or by hand (with batch "
             "ids as dedicated capacity). Terminating the run hands its unfinished work back."
         ),
-        executor_def=dg.in_process_executor,
+        executor_def=run_process,
         tags={
             "batch_pipeline/model": model_name,
             "batch_pipeline/group": GROUP,

@@ -10,6 +10,7 @@ from assets.partitions import PRIORITY_TAG, STAGE_TAG
 from batch_pipeline import settings as configuration
 from resources import make_resources
 from resources.kubernetes import intake_tags, merge_tags
+from resources.run_process import run_process
 
 
 def make_definitions(settings: configuration.Settings) -> dg.Definitions:
@@ -17,14 +18,14 @@ def make_definitions(settings: configuration.Settings) -> dg.Definitions:
     intake_job = dg.define_asset_job(
         "intake",
         selection=[assets.request_chunks],
-        executor_def=dg.in_process_executor,
+        executor_def=run_process,
         description="Validate the file of a batch, order its requests and cut them into chunks.",
         tags={STAGE_TAG: "intake", **intake_tags(settings)},
     )
     merge_job = dg.define_asset_job(
         "merge",
         selection=[assets.batch_results],
-        executor_def=dg.in_process_executor,
+        executor_def=run_process,
         description="Assemble the results of a batch, prove that they are whole, and make them visible.",
         # What is finished is handed out before anything new is begun.
         tags={STAGE_TAG: "merge", PRIORITY_TAG: "20", **merge_tags(settings)},
@@ -50,8 +51,7 @@ def make_definitions(settings: configuration.Settings) -> dg.Definitions:
             sensors.alarms_sensor(settings),
         ],
         resources=make_resources(settings),
-        # A run costs seconds of a core already; a process for each step would double it.
-        executor=dg.in_process_executor,
+        executor=run_process,
     )
 
 

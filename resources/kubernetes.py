@@ -88,7 +88,11 @@ def intake_tags(settings: Settings) -> dict[str, Any]:
     init_containers: list[dict[str, Any]] = []
     # One volume for each claim: the same claim twice in a pod keeps some kubelets waiting for ever.
     claims: dict[str, str] = {}
-    for number, model in enumerate(settings.models.values()):
+    # One mount for each source: entries of the catalogue may share one, and a path is mounted once.
+    sources: dict[str, Model] = {}
+    for model in settings.models.values():
+        sources.setdefault(model.source, model)
+    for number, model in enumerate(sources.values()):
         pod = model.kubernetes
         volume = f"model-{number}"
         if pod.weights_url:
@@ -244,11 +248,12 @@ def _fetch(model: Model, volume: str, *, only_tokenizer: bool = False) -> dict[s
     target = str(PurePath(_CACHE_FOLDER) / PurePath(model.source).name)
     user = {"run_as_user": pod.engine_user, "run_as_group": pod.engine_user} if pod.engine_user else {}
     secret = {"env_from": [{"secret_ref": {"name": pod.weights_secret}}]} if pod.weights_secret else {}
+    options = ["--only-tokenizer"] if only_tokenizer else []
     return {
         "name": "weights" if not only_tokenizer else volume.replace("model", "tokenizer"),
         "image": pod.weights_image,
-        "command": ["python", "-m", "batch_pipeline.store.weights", pod.weights_url, target],
-        "args": ["--only-tokenizer"] if only_tokenizer else [],
+        # No command: the image's first process passes on SIGTERM, which Python as the first one would never see.
+        "args": ["python", "-m", "batch_pipeline.store.weights", pod.weights_url, target, *options],
         "resources": _resources("100m", _TOKENIZER_MEMORY if only_tokenizer else "1Gi"),
         "security_context": {**_NO_RIGHTS, "run_as_non_root": True, **user},
         "volume_mounts": [{"name": volume, "mount_path": _CACHE_FOLDER}],

@@ -1,12 +1,15 @@
-"""Dagster's Kubernetes launcher, which gives a run that was launched from an asset's page the pod of that asset's job.
+"""Dagster's Kubernetes launcher, which gives a run that was launched from an asset's page the pod of that asset's job,
+and tells what became of the pod of a run that has not begun.
 
-Such a run (and one of a backfill) belongs to Dagster's own job of all assets, which has no tags: its pod would have no
-weights' tokenizers and too little disk. The daemon and the webserver need our code for it: they run from our image.
+A run from an asset's page (and one of a backfill) belongs to Dagster's own job of all assets, which has no tags: its
+pod would have no weights' tokenizers and too little disk. The daemon and the webserver need our code for it: they run
+from our image.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from enum import Enum
 from typing import Any
 
 from dagster import DagsterRun
@@ -14,7 +17,7 @@ from dagster._core.definitions.assets.job.asset_job import IMPLICIT_ASSET_JOB_NA
 from dagster._utils.tags import normalize_tags
 from dagster_k8s import K8sRunLauncher
 from dagster_k8s.container_context import K8sContainerContext
-from dagster_k8s.job import get_user_defined_k8s_config
+from dagster_k8s.job import get_job_name_from_run_id, get_user_defined_k8s_config
 
 from batch_pipeline import settings as configuration
 from batch_pipeline.settings import Settings
@@ -27,8 +30,30 @@ _TAGS: Mapping[str, Callable[[Settings], Mapping[str, Any]]] = {
 """Intake comes first: a run of both needs the tokenizers, and as much disk as the merge."""
 
 
+class PodEnd(Enum):
+    """How a pod has ended."""
+
+    DIED = "died"
+    """By itself, or for lack of memory: Kubernetes keeps its object."""
+    TAKEN = "taken"
+    """It was deleted: preempted, drained, or by hand. Its Job has failed, and no pod is left of it."""
+    NO_JOB = "no job"
+    """Its Job is not there: deleted, or not made yet."""
+
+
 class PodLauncher(K8sRunLauncher):
     """K8sRunLauncher, with the pods of intake and merge also for runs of their assets alone."""
+
+    def end_of_pod(self, run: DagsterRun) -> PodEnd | None:
+        """Return how the pod of a run has ended; None where it may still run. Raises what Kubernetes' client raises."""
+        namespace = self.get_container_context_for_run(run).namespace or ""
+        job = get_job_name_from_run_id(run.run_id)  # type: ignore[no-untyped-call]
+        status = self._api_client.get_job_status(job, namespace)
+        if status is None:
+            return PodEnd.NO_JOB
+        if status.active or status.terminating or not (status.failed or status.succeeded):
+            return None
+        return PodEnd.DIED if self._api_client.get_pods_in_job(job, namespace) else PodEnd.TAKEN
 
     def get_container_context_for_run(self, dagster_run: DagsterRun) -> K8sContainerContext:
         """Return how the run's pod looks. Raises SettingsError where the configuration cannot be read."""

@@ -8,6 +8,7 @@ from batch_pipeline.errors import StoreError
 from batch_pipeline.results import outbox
 from batch_pipeline.settings import Settings
 from resources import Parts, Service
+from sensors import starts
 from sensors.runs import CUSTOMER_TAG, next_in_turn, pause_seconds, runs_under_way, tell_store_outage
 
 
@@ -29,6 +30,7 @@ def batch_progress_sensor(settings: Settings, merge_job: UnresolvedAssetJobDefin
         freed = parts.ledger.chunks.expire_leases()
         expired = parts.ledger.batches.expire_due()
         parts.ledger.batches.settle_all()
+        starts.end_without_pod(context.instance, starts.starting(context.instance, merge_job.name), parts.ledger.now())
         requests = _merge_runs(context.instance, parts, merge_job.name)
         unshown = _unshown_chunks(context, parts, [str(request.partition_key) for request in requests])
         shown = _show_statuses(parts, context.cursor or "")

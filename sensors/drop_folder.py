@@ -15,6 +15,7 @@ from batch_pipeline.intake import drop
 from batch_pipeline.ledger.records import Batch
 from batch_pipeline.settings import Settings
 from resources import Parts, Service
+from sensors import starts
 from sensors.runs import CUSTOMER_TAG, next_in_turn, pause_seconds, runs_under_way, store_watch
 
 
@@ -34,6 +35,7 @@ def drop_folder_sensor(settings: Settings, intake_job: UnresolvedAssetJobDefinit
     )
     def drop_folder(context: dg.SensorEvaluationContext, service: Service) -> dg.SensorResult | dg.SkipReason:
         parts = service.open()
+        starts.end_without_pod(context.instance, starts.starting(context.instance, intake_job.name), parts.ledger.now())
         limit = settings.scheduling.sensor_batch
         with store_watch(parts.ledger):
             taken = drop.take_drops(ledger=parts.ledger, store=parts.store, settings=parts.settings, limit=limit)

@@ -15,7 +15,7 @@ from batch_pipeline.scheduling.placement import Backlog, Capacity, Launch, plan_
 from batch_pipeline.scheduling.switching import Cluster, Holder, Rules, departures
 from batch_pipeline.settings import Settings
 from resources import Service
-from sensors import worker_runs
+from sensors import starts, worker_runs
 from sensors.runs import count_under_way, is_failing, pause_seconds
 
 
@@ -54,6 +54,7 @@ def gpu_worker_sensor(settings: Settings, jobs: Mapping[str, dg.JobDefinition]) 
         runs = {name: worker_runs.records_under_way(context.instance, job.name) for name, job in jobs.items()}
         cursor = _agree(context, parts.ledger, runs, settings.worker.lease_seconds)
         for name, records in runs.items():
+            starts.end_without_pod(context.instance, records, parts.ledger.now())
             for record in records:
                 limit = settings.models[name].kubernetes.start_seconds
                 worker_runs.end_stuck(context.instance, record, parts.ledger.now(), limit)

@@ -15,6 +15,7 @@ from batch_pipeline.housekeeping import Report, Step
 from batch_pipeline.ledger import Ledger
 from batch_pipeline.settings import Retention
 from resources import Service
+from resources.run_process import run_process
 from sensors.runs import UNDER_WAY
 
 EVERY_HALF_HOUR = "*/30 * * * *"
@@ -53,7 +54,7 @@ def tidy_up(context: dg.OpExecutionContext, config: HousekeepingConfig, service:
 @dg.job(
     name="housekeeping",
     description="Removes what is over. Requested by its schedule every half hour; may be launched at any time.",
-    executor_def=dg.in_process_executor,
+    executor_def=run_process,
     tags={"batch_pipeline/group": GROUP},
 )
 def housekeeping_job() -> None:

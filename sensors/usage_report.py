@@ -5,11 +5,12 @@ from datetime import UTC, timedelta
 import dagster as dg
 
 from assets.usage_report import usage_report
+from resources.run_process import run_process
 
 report_usage_job = dg.define_asset_job(
     "report_usage",
     selection=[usage_report],
-    executor_def=dg.in_process_executor,
+    executor_def=run_process,
     description="Write the usage report of a day: what every customer is charged for.",
 )
 

@@ -15,10 +15,10 @@ from typing import NamedTuple
 import dagster as dg
 from dagster import DagsterRunStatus, RunRecord, RunsFilter
 
-from assets.gpu_workers import ENDED_TAG, LOST
 from batch_pipeline.ledger import Ledger
 from batch_pipeline.ledger.records import Worker, WorkerState
 from batch_pipeline.plain import one_line
+from resources.run_process import ENDED_TAG, LOST
 from sensors.runs import UNDER_WAY
 
 log = logging.getLogger(__name__)

@@ -19,6 +19,16 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 MODEL = "smollm2-135m"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Options of tests/integration/test_kubernetes_runs.py: docs/kubernetes.md says how they are used."""
+    group = parser.getgroup("kubernetes", "a cluster to run the tests of the Kubernetes path on")
+    group.addoption("--kubeconfig", type=Path, help="of that cluster; default: a small one of this machine's own")
+    group.addoption("--kubernetes-image", default="batch-pipeline:test", help="with the service and these tests")
+    group.addoption("--kubernetes-host", default="127.0.0.1", help="an address of this machine that pods reach")
+    group.addoption("--kubernetes-gpu", default="nvidia.com/gpu", help="the resource that nodes offer as GPUs")
+    group.addoption("--kubernetes-namespace", default="batch-pipeline-test", help="made, and deleted afterwards")
+
+
 @pytest.fixture(scope="session")
 def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[configuration.Store]:
     """A SeaweedFS of this session; yields how to reach it. Tests use `store_settings`, with a bucket of its own."""

@@ -17,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.containers.image import Engine, Image, build, make_base
+from tests.containers.image import Engine, Image, build, build_for_tests, make_base
 from tests.containers.trial import Trial, TrialError
 
 NAME = "localhost/batch-pipeline:trial"
@@ -43,6 +43,7 @@ def main() -> int:
             built = build(engine, base, NAME)
             say_of("image", built)
             image = built.name
+        say_of("image for the tests on a cluster", build_for_tests(engine, image, f"{NAME}-tests"))
         began = time.monotonic()
         try:
             Trial(engine, image, folder / "trial", say).run()

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 CONTAINERFILE = ROOT / "deploy" / "containers" / "Containerfile"
+FOR_TESTS = ROOT / "tests" / "containers" / "Containerfile"
 LIMITS = ("--ulimit", "nofile=4096:4096", "--ulimit", "nproc=4096:4096")
 DEBIAN = "bookworm"
 """It has Python 3.11."""
@@ -44,7 +45,7 @@ class Engine:
 def make_base(engine: Engine, folder: Path) -> Image:
     """Make a Debian with Python, by debootstrap (as root), and import it."""
     began, tree = time.monotonic(), folder / "base"
-    packages = "python3,python3-venv,ca-certificates"
+    packages = "python3,python3-venv,ca-certificates,tini"
     subprocess.run(
         ["debootstrap", "--variant=minbase", f"--include={packages}", DEBIAN, str(tree)],
         check=True,
@@ -66,4 +67,13 @@ def build(engine: Engine, base: str, name: str) -> Image:
     mounts = [word for path in _PIP if Path(path).exists() for word in ("--volume", f"{path}:{path}:ro")]
     arguments = ["--build-arg", f"BASE={base}", "--file", str(CONTAINERFILE), "--tag", name]
     engine("build", "--quiet", "--network", "host", *LIMITS, *mounts, *arguments, str(ROOT))
+    return Image(name, time.monotonic() - began, engine.size(name))
+
+
+def build_for_tests(engine: Engine, image: str, name: str) -> Image:
+    """Build the image for the tests of the Kubernetes path on a real cluster; its engine says that it starts."""
+    began = time.monotonic()
+    arguments = ["--build-arg", f"IMAGE={image}", "--file", str(FOR_TESTS), "--tag", name]
+    engine("build", "--quiet", *LIMITS, *arguments, str(ROOT / "tests"))
+    engine("run", "--rm", *LIMITS, "--user", "1000", name, "python", "-m", "tests.fakes.engine_image", "--help")
     return Image(name, time.monotonic() - began, engine.size(name))

@@ -98,7 +98,8 @@ def kubeconfig(folder: Path) -> Path:
 
 def calls_of_the_launcher(*only: str) -> set[str]:
     """Return the calls of Kubernetes' API that the launcher's methods (`only` these) make, from their source."""
-    launcher, client = (functions(each) for each in (K8sRunLauncher, DagsterKubernetesClient))
+    launcher = functions(K8sRunLauncher) | functions(PodLauncher)
+    client = functions(DagsterKubernetesClient)
     todo = [used for name in only or launcher for used in attributes(launcher[name]) if used in client]
     seen: set[str] = set()
     calls: set[str] = set()

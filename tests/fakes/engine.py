@@ -11,7 +11,8 @@ Faults that one request brings along stand in its prompt, so that they survive a
     [[failed]]                           a response (/v1/responses) with status 200 that says that it failed
 
 Faults of the whole engine are set through `POST /fake/control`, a `Control`; `GET /fake/stats` tells what it saw.
-The journal gets one line, the prompt's last line, for each request that arrives, before anything else happens.
+The journal gets one line, the prompt's last line, for each request that arrives, before anything else happens. It is
+a file, or tcp://HOST:PORT where it is kept by somebody else.
 `tests/integration/test_engine_real.py` holds it against the real vLLM.
 """
 
@@ -23,6 +24,7 @@ import hashlib
 import http.client
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -471,8 +473,16 @@ def running(*options: str) -> Iterator[RunningFake]:
             process.kill()
 
 
+def _opened(journal: str) -> TextIO:
+    """Open a journal for writing."""
+    if journal.startswith("tcp://"):
+        host, _, port = journal.removeprefix("tcp://").rpartition(":")
+        return socket.create_connection((host, int(port))).makefile("w", encoding="utf-8")
+    return Path(journal).open("a", encoding="utf-8")
+
+
 async def _serve(options: argparse.Namespace) -> None:
-    with options.journal.open("a") if options.journal else Path(os.devnull).open("w") as journal:
+    with _opened(options.journal or os.devnull) as journal:
         engine = FakeEngine(options, journal if options.journal else None)
         runner = web.ServerRunner(web.Server(engine.handle, access_log=None, handler_cancellation=True))
         await runner.setup()
@@ -493,7 +503,7 @@ def main() -> None:
     parser.add_argument("--best", type=int, default=0, help="requests at once with which it does most")
     parser.add_argument("--want", type=int, default=0, help="answer only while so many are in flight")
     parser.add_argument("--want-until", type=int, default=0, help="so many calls; afterwards answer anyway")
-    parser.add_argument("--journal", type=Path)
+    parser.add_argument("--journal", help="a file, or tcp://HOST:PORT")
     parser.add_argument("--start-seconds", type=float, default=0.0, help="how long it takes to listen")
     asyncio.run(_serve(parser.parse_args()))
 

@@ -45,12 +45,18 @@ class Client:
         return {"name": name, "image": "python", "command": command, **more}
 
     def start(self, name: str, *, sidecar: dict[str, Any] | None = None, **main: Any) -> None:
+        volumes = {
+            "settings": {"configMap": {"name": "settings"}},
+            "shared": {"emptyDir": {}},
+            "models": {"persistentVolumeClaim": {"claimName": "models"}},
+        }
         gpu = {"resources": {"limits": {"nvidia.com/gpu": "1"}}}
         pod = {
             "restartPolicy": "Never",
             "terminationGracePeriodSeconds": 2,
             "initContainers": [] if sidecar is None else [sidecar],
             "containers": [self.container("main", **{**gpu, **main})],
+            "volumes": [{"name": volume, **source} for volume, source in volumes.items()],
         }
         spec = {"backoffLimit": 0, "podReplacementPolicy": "Failed", "template": {"spec": pod}}
         job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": name}, "spec": spec}
@@ -70,7 +76,9 @@ class Client:
 @pytest.fixture
 def client(tmp_path: Path) -> Iterator[Client]:
     image = Image({"PATH": str(Path(sysconfig.get_path("scripts")))})
-    with running(tmp_path, {"python": image}, [Node("a", gpus=1)]) as cluster:
+    (tmp_path / "claim" / "small").mkdir(parents=True)
+    (tmp_path / "claim" / "small" / "weights").write_text("heavy", encoding="utf-8")
+    with running(tmp_path, {"python": image}, [Node("a", gpus=1)], {"models": tmp_path / "claim"}) as cluster:
         yield Client(cluster, tmp_path)
 
 
@@ -139,6 +147,29 @@ def test_a_watch_tells_of_every_change(client: Client) -> None:
     assert seen[-1] == "Succeeded"
     name = client.pod("seen").metadata.name
     assert client.core.read_namespaced_pod_log(name, NAMESPACE, _preload_content=False).data == b""
+
+
+def test_a_pod_has_its_volumes_at_the_paths_that_it_was_given(client: Client, tmp_path: Path) -> None:
+    """A config map (whose texts name paths too), a claim, and a folder that its containers share."""
+    client.core.create_namespaced_config_map(
+        NAMESPACE, {"metadata": {"name": "settings"}, "data": {"places.txt": "/models/small/weights:/shared/told"}}
+    )
+    names = {"settings": "/etc/settings", "shared": "/shared", "models": "/models/small"}
+    mounts = [{"name": name, "mountPath": path} for name, path in names.items()]
+    mounts[-1]["subPath"] = "small"
+    telling = ["python", "-c", "open('/shared/told', 'w').write('told')"]
+    reading = """
+places = open("/etc/settings/places.txt").read().split(":")
+open("{journal}", "w").write(" ".join(open(place).read() for place in places))
+""".format(journal=tmp_path / "journal.txt")
+    client.start(
+        "reads",
+        sidecar={"name": "tells", "image": "python", "command": telling, "volumeMounts": mounts[1:2]},
+        command=["python", "-c", reading],
+        volumeMounts=mounts,
+    )
+    wait(lambda: client.status("reads").succeeded == 1)
+    assert client.journal() == ["heavy told"]
 
 
 def test_a_job_that_kubernetes_would_refuse_is_refused(client: Client) -> None:

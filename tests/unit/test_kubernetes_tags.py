@@ -159,7 +159,7 @@ def test_weights_are_fetched_before_the_engine_starts_into_what_the_engine_reads
     (volume,) = [volume for volume in pod["volumes"] if volume["name"] == "models"]
     assert volume[source] is not None
     assert fetching["restart_policy"] is None
-    assert fetching["command"][-2:] == ["s3://weights/small", "/weights/small"]
+    assert fetching["args"][-2:] == ["s3://weights/small", "/weights/small"]
     (target,) = fetching["volume_mounts"]
     (mounted,) = [mount for mount in engine["volume_mounts"] if mount["mount_path"] == MODEL.source]
     assert (target["name"], mounted["name"]) == ("models", "models")
@@ -191,7 +191,17 @@ def test_intake_has_the_tokenizer_of_every_model() -> None:
     (container,) = pod["containers"]
     assert {"/models/small", "/models/fetched"} <= {mount["mount_path"] for mount in container["volume_mounts"]}
     (fetching,) = pod["init_containers"]
-    assert fetching["args"] == ["--only-tokenizer"]
+    assert fetching["args"][-1] == "--only-tokenizer"
+
+
+def test_entries_of_the_catalogue_with_the_same_weights_share_a_mount() -> None:
+    fetched = msgspec.structs.replace(with_pod(**FETCHED), source="/models/fetched")
+    settings = Settings(models={"a": MODEL, "b": MODEL, "c": fetched, "d": fetched})
+    pod = render(intake_tags(settings))["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    paths = [mount["mount_path"] for mount in container["volume_mounts"]]
+    assert sorted(paths) == sorted({*paths}), "Kubernetes refuses a path that is mounted twice"
+    assert len(pod["init_containers"]) == 1
 
 
 def test_scratch_may_be_a_volume_of_its_own() -> None:

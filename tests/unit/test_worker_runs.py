@@ -7,8 +7,8 @@ from datetime import UTC, datetime
 import dagster as dg
 import pytest
 
-from assets.gpu_workers import ENDED_TAG, LOST
 from batch_pipeline.ledger.records import Worker, WorkerState
+from resources.run_process import ENDED_TAG, LOST
 from sensors.worker_runs import find_lost, trouble_in
 
 LEASE = 10.0

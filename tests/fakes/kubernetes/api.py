@@ -14,6 +14,7 @@ from tests.fakes.kubernetes.kubelet import Kubelet
 from tests.fakes.kubernetes.objects import KINDS, ApiError, Object, Objects, selected
 
 SCHEMA = "1.33"
+_NAMESPACES = "/api/v1/namespaces"
 _LIST = "/{group:api/v1|apis/batch/v1}/namespaces/{namespace}/{kind}"
 _ONE = _LIST + "/{name}"
 
@@ -31,6 +32,8 @@ class Api:
         app = web.Application(middlewares=[_statuses])
         app.add_routes(
             [
+                web.post(_NAMESPACES, self._create_namespace),
+                web.delete(_NAMESPACES + "/{name}", self._delete_namespace),
                 web.get(_LIST, self._list),
                 web.post(_LIST, self._create),
                 web.get(_ONE, self._get),
@@ -41,6 +44,20 @@ class Api:
             ]
         )
         return app
+
+    async def _create_namespace(self, request: web.Request) -> web.Response:
+        wanted = msgspec.json.decode(await request.read(), type=dict[str, Any])
+        return _json(self._objects.create("namespaces", wanted, ""), 201)
+
+    async def _delete_namespace(self, request: web.Request) -> web.Response:
+        """Delete a namespace, and what is in it."""
+        it = self._objects.get("namespaces", request.match_info["name"])
+        for kind in KINDS:
+            for inner in self._objects.all(kind):
+                if inner["metadata"]["namespace"] == it["metadata"]["name"]:
+                    self._remove(kind, inner, "Background", None)
+        self._objects.remove("namespaces", it)
+        return _json(it)
 
     async def _create(self, request: web.Request) -> web.Response:
         wanted = msgspec.json.decode(await request.read(), type=dict[str, Any])
@@ -87,15 +104,19 @@ class Api:
         it = self._objects.get(kind, name)
         body = await request.read()
         options: dict[str, Any] = {**(msgspec.json.decode(body) if body else {}), **request.query}
+        grace = options.get("gracePeriodSeconds")
+        # Orphans are what batch/v1 leaves where nothing is said, since its first days.
+        propagation = options.get("propagationPolicy", "Orphan")
+        self._remove(kind, it, propagation, None if grace is None else float(grace))
+        return _json(it)
+
+    def _remove(self, kind: str, it: Object, propagation: str, grace_seconds: float | None) -> None:
         if kind == "jobs":
-            # What batch/v1 does where nothing is said, since its first days.
-            self._jobs.delete(it, options.get("propagationPolicy", "Orphan"))
+            self._jobs.delete(it, propagation)
         elif kind == "pods":
-            grace = options.get("gracePeriodSeconds")
-            self._kubelet.delete(it, None if grace is None else float(grace))
+            self._kubelet.delete(it, grace_seconds)
         else:
             self._objects.remove(kind, it)
-        return _json(it)
 
     async def _evict(self, request: web.Request) -> web.Response:
         self._kubelet.preempt(self._objects.get("pods", request.match_info["name"]), "EvictionByEvictionAPI")

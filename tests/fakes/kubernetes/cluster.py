@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -64,13 +64,15 @@ class Cluster:
 
 
 @contextmanager
-def running(folder: Path, images: dict[str, Image], nodes: Sequence[Node]) -> Iterator[Cluster]:
-    """Run a cluster until the block ends; nothing of its pods is left then."""
+def running(
+    folder: Path, images: dict[str, Image], nodes: Sequence[Node], claims: Mapping[str, Path] | None = None
+) -> Iterator[Cluster]:
+    """Run a cluster until the block ends; nothing of its pods is left then. `claims` are folders that pods mount."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
     objects = Objects()
-    kubelet = Kubelet(objects, list(nodes), images, folder, UNREACHABLE_SECONDS)
+    kubelet = Kubelet(objects, list(nodes), images, claims or {}, folder, unreachable_seconds=UNREACHABLE_SECONDS)
     jobs = Jobs(objects, kubelet)
     runner = web.AppRunner(Api(objects, jobs, kubelet).app(), access_log=None, shutdown_timeout=0.1)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.fakes.kubernetes.objects import ApiError, Object, Objects, now
+from tests.fakes.kubernetes.volumes import Translate
 
 
 @dataclass(frozen=True)
@@ -25,12 +26,12 @@ class Image:
 class Container:
     """One container of a pod: at most one process at a time, in a session of its own."""
 
-    def __init__(self, spec: Object, environment: dict[str, str], port: int, log: Path) -> None:
+    def __init__(self, spec: Object, environment: dict[str, str], translate: Translate, port: int, log: Path) -> None:
         self.spec = spec
         self.name: str = spec["name"]
         self.status: Object = {"name": self.name, "image": spec["image"], "imageID": "", "restartCount": 0}
         self.status |= {"ready": False, "started": False, "state": {"waiting": {"reason": "ContainerCreating"}}}
-        self._command = [*spec.get("command", []), *spec.get("args", [])]
+        self._command = [translate(word) for word in [*spec.get("command", []), *spec.get("args", [])]]
         self._environment = environment
         self._port = port
         self._log = log
@@ -48,10 +49,9 @@ class Container:
 
     async def start(self) -> None:
         """Start its process."""
-        command = [at_port(word, self._port) for word in self._command]
         with self._log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
-                *command,
+                *self._command,
                 env=self._environment,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
@@ -102,9 +102,9 @@ def at_port(text: str, port: int) -> str:
     return str(port) if text == "8000" else text.replace(":8000", f":{port}")
 
 
-def environment(spec: Object, image: Image, objects: Objects, port: int) -> dict[str, str]:
+def environment(spec: Object, image: Image, objects: Objects, translate: Translate) -> dict[str, str]:
     """Return the environment of a container. Raises ApiError where something that it names is not there."""
-    values = dict(image.environment)
+    values: dict[str, str] = {}
     for source in spec.get("envFrom", []):
         if "configMapRef" in source:
             values |= _data(objects.get("configmaps", source["configMapRef"]["name"]))
@@ -112,7 +112,7 @@ def environment(spec: Object, image: Image, objects: Objects, port: int) -> dict
             values |= _data(objects.get("secrets", source["secretRef"]["name"]))
     for entry in spec.get("env", []):
         values[entry["name"]] = _value(entry, objects)
-    return {name: at_port(value, port) for name, value in values.items()}
+    return {**image.environment, **{name: translate(value) for name, value in values.items()}}
 
 
 def _value(entry: Object, objects: Objects) -> str:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.fakes.kubernetes.containers import Image
 from tests.fakes.kubernetes.objects import Object, Objects, now
 from tests.fakes.kubernetes.pod import PodLife
+from tests.fakes.kubernetes.volumes import Volumes
 
 GPU = "nvidia.com/gpu"
 _ENDED = ("Succeeded", "Failed")
@@ -29,11 +31,19 @@ class Kubelet:
     """The scheduler and the kubelets of all nodes."""
 
     def __init__(
-        self, objects: Objects, nodes: list[Node], images: dict[str, Image], folder: Path, unreachable_seconds: float
+        self,
+        objects: Objects,
+        nodes: list[Node],
+        images: dict[str, Image],
+        claims: Mapping[str, Path],
+        folder: Path,
+        *,
+        unreachable_seconds: float,
     ) -> None:
         self.nodes = {node.name: node for node in nodes}
         self.images = images
         self._objects = objects
+        self._claims = claims
         self._folder = folder
         self._unreachable_seconds = unreachable_seconds
         self._lives: dict[str, PodLife] = {}
@@ -128,8 +138,10 @@ class Kubelet:
                 self._cannot_be_placed(pod)
                 continue
             pod["spec"]["nodeName"] = fitting[0].name
-            life = PodLife(pod, self._objects, self.images, _free_port(), self._folder)
-            self._lives[pod["metadata"]["uid"]] = life
+            uid = pod["metadata"]["uid"]
+            volumes = Volumes(pod, self._objects, self._claims, self._folder / uid)
+            life = PodLife(pod, self._objects, self.images, volumes, port=_free_port(), folder=self._folder)
+            self._lives[uid] = life
             life.begin()
 
     def _fits(self, pod: Object, node: Node) -> bool:

@@ -10,7 +10,15 @@ from datetime import UTC, datetime
 from typing import Any
 
 Object = dict[str, Any]
-KINDS = {"jobs": "Job", "pods": "Pod", "events": "Event", "configmaps": "ConfigMap", "secrets": "Secret"}
+KINDS = {
+    "namespaces": "Namespace",
+    "jobs": "Job",
+    "pods": "Pod",
+    "events": "Event",
+    "configmaps": "ConfigMap",
+    "secrets": "Secret",
+    "serviceaccounts": "ServiceAccount",
+}
 
 
 class ApiError(Exception):

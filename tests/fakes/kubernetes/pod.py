@@ -13,8 +13,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from tests.fakes.kubernetes.containers import Container, Image, environment
+from tests.fakes.kubernetes.containers import Container, Image, at_port, environment
 from tests.fakes.kubernetes.objects import ApiError, Object, Objects, now
+from tests.fakes.kubernetes.volumes import Volumes
 
 FIRST_BACKOFF_SECONDS = 0.5
 LONGEST_BACKOFF_SECONDS = 8.0
@@ -24,10 +25,13 @@ _LEAST_GRACE_SECONDS = 2.0
 class PodLife:
     """Runs the containers of one pod."""
 
-    def __init__(self, pod: Object, objects: Objects, images: dict[str, Image], port: int, folder: Path) -> None:
+    def __init__(
+        self, pod: Object, objects: Objects, images: dict[str, Image], volumes: Volumes, *, port: int, folder: Path
+    ) -> None:
         self.pod = pod
         self._objects = objects
         self._images = images
+        self._volumes = volumes
         self._port = port
         self._folder = folder
         self._containers: list[Container] = []
@@ -115,12 +119,13 @@ class PodLife:
             self._objects.event(self.pod, "Failed", f'Failed to pull image "{given["image"]}": not found')
             return None
         try:
-            variables = environment(given, image, self._objects, self._port)
+            translate = self._volumes.mount(given, lambda text: at_port(text, self._port))
+            variables = environment(given, image, self._objects, translate)
         except ApiError as error:
             self._waits(given, statuses, "CreateContainerConfigError", str(error))
             self._objects.event(self.pod, "Failed", f"Error: {error}")
             return None
-        container = Container(given, variables, self._port, self.log(given["name"]))
+        container = Container(given, variables, translate, self._port, self.log(given["name"]))
         self._containers.append(container)
         self.pod["status"].setdefault(statuses, []).append(container.status)
         await container.start()

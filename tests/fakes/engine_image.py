@@ -1,6 +1,6 @@
 """The fake engine as an image of an engine would start it: with vLLM's arguments, told what to do by its environment.
 
-python -m tests.fakes.kubernetes.engine --model DIR --served-model-name m --host 0.0.0.0 --port 8000 ...
+python -m tests.fakes.engine_image --model DIR --served-model-name m --host 0.0.0.0 --port 8000 ...
 
 FAKE_ENGINE_OPTIONS    further options of tests/fakes/engine.py, for instance "--delay 0.1 --start-seconds 2"
 """
