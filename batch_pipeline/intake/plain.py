@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from batch_pipeline.intake import fit, prefixes
 from batch_pipeline.intake.bodies import CONVERSATIONS
-from batch_pipeline.intake.plain_bodies import PLAIN_BODIES, PlainBody
+from batch_pipeline.intake.plain_bodies import PLAIN_BODIES, PLAIN_DEPTH, PlainBody
 from batch_pipeline.intake.rows import ROW, Array, id_hash
 from batch_pipeline.intake.rules import Rules
 
@@ -29,7 +29,7 @@ class PlainLines(NamedTuple):
     left: list[int]
 
 
-class _Envelope(msgspec.Struct, frozen=True, gc=False):
+class _Envelope(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
     custom_id: str
     method: Literal["POST"]
     url: str
@@ -40,6 +40,8 @@ _Line = tuple[int, bytes, str, bytes, PlainBody]
 """A line that is plain: its position in the block, its bytes, its custom_id, its body as bytes and decoded."""
 
 _envelopes = msgspec.json.Decoder(_Envelope)
+_LEAST = b'{"custom_id":"","method":"POST","url":"%s","body":}'
+"""What stands around a body at least."""
 _bodies: dict[str, msgspec.json.Decoder[PlainBody]] = {
     endpoint: msgspec.json.Decoder(body) for endpoint, body in PLAIN_BODIES.items()
 }
@@ -50,6 +52,8 @@ def take_plain(lines: Sequence[bytes], rules: Rules) -> PlainLines:
 
     The rows' `index` is a position in `lines`, and their `line_offset` is 0: where the block lies is for the caller.
     """
+    if rules.max_depth < PLAIN_DEPTH:
+        return PlainLines([], np.zeros(0, dtype=ROW), [*range(len(lines))])
     read, left = _read(lines, rules)
     rows = np.zeros(len(read), dtype=ROW)
     if not read:
@@ -81,6 +85,8 @@ def _read(lines: Sequence[bytes], rules: Rules) -> tuple[list[_Line], list[int]]
     left: list[int] = []
     decode_envelope, decode_body, endpoint = _envelopes.decode, _bodies[rules.endpoint].decode, rules.endpoint
     longest_id, longest = rules.max_custom_id_characters, rules.max_line_bytes
+    # A key may be there twice, and the first value be nested as deeply as it likes; but not in fewer bytes than that.
+    most_around = len(_LEAST % endpoint.encode()) + 2 * rules.max_depth
     for position, line in enumerate(lines):
         try:
             envelope = decode_envelope(line)
@@ -91,7 +97,8 @@ def _read(lines: Sequence[bytes], rules: Rules) -> tuple[list[_Line], list[int]]
             continue
         custom_id = envelope.custom_id
         is_plain_id = custom_id.isprintable() and 0 < len(custom_id) <= longest_id
-        if is_plain_id and envelope.url == endpoint and len(line) <= longest:
+        is_plain_line = len(line) <= longest and len(line) - len(raw) - len(custom_id) <= most_around
+        if is_plain_id and is_plain_line and envelope.url == endpoint:
             read.append((position, line, custom_id, raw, body))
         else:
             left.append(position)

@@ -2,7 +2,7 @@
 type.
 
 Whatever is decoded here is also a body of the endpoint (`bodies`) in which no rule of `fields` finds a fault, but for
-the number of answers. No field holds JSON of any depth. A body with another field is not plain. Each form is asked
+the number of answers. A body with another field is not plain. Each form is asked
 about many of its bodies at once.
 """
 
@@ -140,6 +140,8 @@ class _Response(_Generating, frozen=True, gc=False, kw_only=True):
         return [body.max_output_tokens or -1 for body in bodies]
 
 
+PLAIN_DEPTH = 3
+"""How deeply the JSON of a plain body is nested at most: the body, its list of messages, a message."""
 PLAIN_BODIES: dict[str, type[PlainBody]] = {
     "/v1/chat/completions": _Chat,
     "/v1/completions": _Completion,

@@ -91,13 +91,16 @@ def pieces(store: ObjectStore, key: str, size: int) -> Iterator[bytes]:
     """Yield an object in pieces that suit `read_blocks`, reading ahead. Memory: three ranges of 8 MiB."""
     with ThreadPoolExecutor(2, thread_name_prefix="intake-read") as readers:
         starts = range(0, size, _PIECE_BYTES)
-        ahead = [readers.submit(store.get_range, key, start, _PIECE_BYTES) for start in starts[:2]]
+        ahead = [readers.submit(_range, store, key, start) for start in starts[:2]]
         for number in range(len(starts)):
-            whole = ahead.pop(0).result()
+            blocks = ahead.pop(0).result()
             if number + 2 < len(starts):
-                ahead.append(readers.submit(store.get_range, key, starts[number + 2], _PIECE_BYTES))
-            for start in range(0, len(whole), _BLOCK_BYTES):
-                yield whole[start : start + _BLOCK_BYTES]
+                ahead.append(readers.submit(_range, store, key, starts[number + 2]))
+            yield from blocks
+
+
+def _range(store: ObjectStore, key: str, start: int) -> list[bytes]:
+    return list(store.iterate_range(key, start, _PIECE_BYTES, _BLOCK_BYTES))
 
 
 def sweep(scratch: Path) -> None:

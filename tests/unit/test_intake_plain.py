@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,6 +99,22 @@ def test_a_block_gets_the_answers_that_its_lines_get_one_by_one(endpoint: str, s
         intake_files.check(Block(3, 1000, b"\n".join(block)), rules)
 
     agree()
+
+
+@pytest.mark.parametrize("depth", [2, 3, 4, 40, 62, 63, 64, 65, 66, 300])
+@pytest.mark.parametrize("most", [1, 2, 3, 64])
+def test_what_a_key_given_twice_hides_is_no_deeper_than_a_line_may_be(
+    depth: int, most: int, settings: Settings
+) -> None:
+    rules = Rules(small_settings(Path(settings.models[NAME].source), max_depth=most), CHAT)
+    nested = b"[" * depth + b"]" * depth
+    line = request_line(1)
+    twice = line.replace(b'"body":', b'"body":' + nested + b',"body":', 1)
+    further = line.replace(b'"body":', b'"more":' + nested + b',"body":', 1)
+    inside = line.replace(b'"messages":', b'"messages":' + nested + b',"messages":', 1)
+    checked = intake_files.check(Block(0, 0, b"\n".join([line, twice, further, inside])), rules)
+    assert (1 in {problem.line for problem in checked.problems}) == (most < 3)
+    assert (2 in {problem.line for problem in checked.problems}) == (depth > most or most < 3)
 
 
 def test_plain_lines_are_decoded_twice_and_never_looked_at_alone(
