@@ -84,6 +84,10 @@ class Sides(msgspec.Struct, frozen=True):
     our_engine_processor: float
     their_processor: float
     """With their engine."""
+    our_cached: float
+    """Share of the prompts' tokens that the prefix cache had,"""
+    their_cached: float
+    """and theirs."""
 
 
 def main() -> None:
@@ -132,8 +136,10 @@ async def compare(
     engine = VllmServer(MODEL, model, folder / "engine.log")
     await engine.start()
     try:
-        await engine.wait_ready()
         with their_engine(model) as theirs:
+            # Both load at the same time: nothing is measured yet.
+            await engine.wait_ready()
+            await asyncio.to_thread(theirs.wait_ready)
             ours = OurSide(folder, reachable, msgspec.structs.replace(model, engine_url=engine.url))
             warm = write(folder / "warm.jsonl", "a", WARM_UP, options)
             await asyncio.to_thread(ours.run, warm)
@@ -144,11 +150,11 @@ async def compare(
                 for case in cases:
                     file = write(folder / f"{case}-{round_number}.jsonl", case, options.requests, options)
                     used = [used_by(process) for process in processes]
-                    mine, tokens = await asyncio.to_thread(ours.run, file)
+                    mine, tokens, cached = await asyncio.to_thread(ours.run, file)
                     seconds = theirs.run(file)
-                    check_same(theirs.answers, options.requests, tokens)
+                    their_cached = check_same(theirs.answers, options.requests, tokens)
                     spent = [used_by(process) - before for process, before in zip(processes, used, strict=True)]
-                    measured.append(Sides(case, options.requests, mine, seconds, *spent))
+                    measured.append(Sides(case, options.requests, mine, seconds, *spent, cached, their_cached))
                     print(msgspec.json.encode(measured[-1]).decode(), file=sys.stderr, flush=True)
             return measured
     finally:
@@ -179,8 +185,10 @@ class OurSide:
         self._ledger = Ledger.from_settings(self._settings)
         self._store = ObjectStore.open(self._settings.store)
 
-    def run(self, file: Path) -> tuple[Ours, int]:
-        """Take a file the whole way; return the seconds, and the tokens of its answers."""
+    def run(self, file: Path) -> tuple[Ours, int, float]:
+        """Take a file the whole way; return the seconds, the tokens of its answers, and the share of the prompts'
+        tokens that the prefix cache had.
+        """
         batch = self._submit(file)
         reset_prefix_cache(str(self._settings.models[MODEL].engine_url))
         parts = {"ledger": self._ledger, "store": self._store, "settings": self._settings}
@@ -199,7 +207,8 @@ class OurSide:
         ended = self._ledger.batches.get(batch.batch_id)
         if ended.status is not BatchStatus.COMPLETED or ended.failed or ended.invalid:
             raise SystemExit(f"the batch has not gone well: {ended}")
-        return Ours(taken - began, drained[0] - taken, merged - worked), ended.output_tokens
+        seconds = Ours(taken - began, drained[0] - taken, merged - worked)
+        return seconds, ended.output_tokens, ended.cached_tokens / ended.input_tokens
 
     def _submit(self, file: Path) -> Batch:
         return submission.submit(
@@ -232,6 +241,11 @@ class TheirSide:
         self.answers = Path()
         """What it has written for the last file."""
 
+    def wait_ready(self) -> None:
+        """Wait until its engine is loaded."""
+        if self.said() != "ready":
+            raise SystemExit("their program does not start")
+
     def run(self, file: Path) -> float:
         """Return the seconds that it takes for a file."""
         self.answers = file.with_suffix(".theirs")
@@ -251,7 +265,7 @@ class TheirSide:
 
 @contextlib.contextmanager
 def their_engine(model: Model) -> Iterator[TheirSide]:
-    """Start their program with the same engine; yield it once that is ready."""
+    """Start their program with the same engine, and yield it."""
     arguments = [
         *("--model", model.source),
         *("--served-model-name", MODEL),
@@ -267,10 +281,7 @@ def their_engine(model: Model) -> Iterator[TheirSide]:
         text=True,
         env={**os.environ, **server.ENVIRONMENT, **model.engine_environment},
     ) as process:
-        theirs = TheirSide(process)
-        if theirs.said() != "ready":
-            raise SystemExit("their program does not start")
-        yield theirs
+        yield TheirSide(process)
         assert process.stdin is not None
         process.stdin.close()
 
@@ -297,12 +308,17 @@ def serve_theirs(arguments: list[str]) -> None:
     asyncio.run(serve())
 
 
-def check_same(answers: Path, requests: int, tokens: int) -> None:
-    """End where the other side has not answered all requests with as many tokens."""
+def check_same(answers: Path, requests: int, tokens: int) -> float:
+    """Return the share of the prompts' tokens that their prefix cache had; end where they have not answered all
+    requests with as many tokens.
+    """
     lines = [json.loads(line) for line in answers.read_text().splitlines()]
-    theirs = sum(line["response"]["body"]["usage"]["completion_tokens"] for line in lines)
+    usages = [line["response"]["body"]["usage"] for line in lines]
+    theirs = sum(usage["completion_tokens"] for usage in usages)
     if len(lines) != requests or theirs != tokens:
         raise SystemExit(f"they have {len(lines)} answers with {theirs} tokens, we have {requests} with {tokens}")
+    cached = sum((usage["prompt_tokens_details"] or {}).get("cached_tokens") or 0 for usage in usages)
+    return float(cached / sum(usage["prompt_tokens"] for usage in usages))
 
 
 def write(file: Path, case: str, requests: int, options: argparse.Namespace) -> Path:
@@ -343,16 +359,17 @@ def print_table(measured: list[Sides], options: argparse.Namespace) -> None:
     )
     print(
         "| case | ours: intake + worker + merge, seconds | ours | theirs | ratio | the worker alone "
-        "| processor seconds: ours + engine / theirs |"
+        "| processor seconds: ours + engine / theirs | prompt tokens cached: ours / theirs |"
     )
-    print("| --- | --- | --- | --- | --- | --- | --- |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for sides in measured:
         ours = sides.ours
         print(
             f"| {sides.case} | {ours.intake:.2f} + {ours.worker:.2f} + {ours.merge:.2f} "
             f"| {sides.requests / ours.seconds:.1f} | {sides.requests / sides.theirs:.1f} "
             f"| {sides.theirs / ours.seconds:.2f} | {sides.theirs / ours.worker:.2f} "
-            f"| {sides.our_processor:.1f} + {sides.our_engine_processor:.1f} / {sides.their_processor:.1f} |"
+            f"| {sides.our_processor:.1f} + {sides.our_engine_processor:.1f} / {sides.their_processor:.1f} "
+            f"| {sides.our_cached:.0%} / {sides.their_cached:.0%} |"
         )
     for case in sorted({sides.case for sides in measured}):
         rounds = [sides for sides in measured if sides.case == case]

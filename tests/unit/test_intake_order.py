@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from typing import Any
 
@@ -158,3 +159,25 @@ def test_identical_requests_are_neighbours_and_every_row_is_in_one_chunk(kinds: 
     limits = msgspec.structs.replace(Intake(), chunk_requests=size)
     rows = [row for chunk in cut(segment, limits, twins) for row in chunk.rows.tolist()]
     assert sorted(rows) == list(range(len(kinds)))
+
+
+def misses(prefixes: list[int], room: int) -> int:
+    """How often a prefix is not in a cache that has room for so many, and forgets the one not used for longest."""
+    cached: dict[int, None] = {}
+    missed = 0
+    for prefix in prefixes:
+        missed += prefix not in cached
+        cached.pop(prefix, None)
+        cached[prefix] = None
+        if len(cached) > room:
+            del cached[next(iter(cached))]
+    return missed
+
+
+def test_each_prefix_is_computed_once_though_the_cache_is_too_small_for_all() -> None:
+    in_file = [row % 50 for row in range(400)]
+    random.Random(1).shuffle(in_file)
+    rows = [{"prefix": [f"prefix {number}"]} for number in in_file]
+    as_run = [in_file[row] for chunk in chunks(rows, chunk_requests=100) for row in chunk.rows.tolist()]
+    assert misses(as_run, room=12) == 50
+    assert misses(in_file, room=12) > 250
