@@ -38,6 +38,7 @@ format: setup  ## Format the code
 
 bench: setup  ## Run the benchmarks
 	@for file in benchmarks/*.py; do case $$file in */_*) continue;; esac; echo "== $$file"; $(BIN)/python $$file || exit 1; done
+	@echo "== benchmarks/ledger"; $(BIN)/python -m benchmarks.ledger && $(BIN)/python -m benchmarks.ledger --scale
 
 chaos: setup  ## Kill every part of the stack two hundred times, and count what comes back (about 15 minutes)
 	@$(BIN)/python -m tests.chaos --kills $(or $(KILLS),200) --seed $(or $(SEED),1) --long

@@ -394,6 +394,8 @@ def _insert_chunks(tx: Transaction, batch: Any, new: list[records.NewChunk], sta
                 requests=sum(chunk.requests for chunk in of_model),
                 pending_tokens=tokens if pending else 0,
                 tokens=tokens,
+                customer=batch.customer,
+                deadline_at=batch.deadline_at,
             )
         )
     for model, floor in floors.items():

@@ -7,13 +7,14 @@ valid any more. Killed before its commit a transaction has changed nothing, afte
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import sqlalchemy as sa
 
 from batch_pipeline.errors import LeaseLost
 from batch_pipeline.ledger import again, counters, events, records, rows, tallies
+from batch_pipeline.ledger.committing import commit_chunks, lock_chunks, valid
 from batch_pipeline.ledger.database import Database, Transaction
 from batch_pipeline.ledger.leasing import Policy, Taker, lease_chunks, measured_speed
 from batch_pipeline.ledger.records import BatchStatus, Chunk, ChunkState, CommitReply, Lease, LeaseRef, Part
@@ -21,7 +22,6 @@ from batch_pipeline.ledger.schema import chunks, is_leased
 from batch_pipeline.ledger.transitions import (
     join_queue,
     lock_batch,
-    open_chunks,
     part_sums,
     queue_floor,
     settle,
@@ -42,23 +42,6 @@ _OVERDUE = (
     .where(is_leased, chunks.c.expires_at <= sa.bindparam("now"))
     .order_by(chunks.c.expires_at)
     .limit(sa.bindparam("most"))
-)
-_LOCK = (
-    sa.select(chunks)
-    .where(chunks.c.batch_id == sa.bindparam("of_batch"), chunks.c.chunk == sa.bindparam("of_chunk"))
-    .with_for_update()
-)
-_COMMIT = (
-    chunks.update()
-    .where(chunks.c.batch_id == sa.bindparam("of_batch"), chunks.c.chunk == sa.bindparam("of_chunk"))
-    .values(
-        state=ChunkState.COMMITTED,
-        result=sa.bindparam("its_result"),
-        committed_at=sa.bindparam("now"),
-        charged=None,
-        expires_at=None,
-        last_error=None,
-    )
 )
 
 
@@ -134,48 +117,30 @@ class Chunks:
         committed, and the sweep settles its batch. Committing the same result twice with one lease is committing once,
         and corrects what its customer was charged for it once (`counters`).
         """
-        with self._database.write() as tx:
-            row = _locked(tx, ref)
-            if row is not None and row.state == ChunkState.COMMITTED and row.token == ref.token:
-                if row.result != rows.json(result):
-                    raise LeaseLost(f"chunk {ref.chunk} of {ref.batch_id} was committed with another result")
-                still_open = open_chunks(tx, ref.batch_id)
-            else:
-                still_open = self._commit(tx, _valid(row, ref), ref, result)
-        return self._reply(ref, still_open, str(row.worker_id))
+        (reply,) = self.commit_all({ref: result}).values()
+        if isinstance(reply, LeaseLost):
+            raise reply
+        return reply
 
-    def _commit(self, tx: Transaction, row: Any, ref: LeaseRef, result: records.ChunkResult) -> int:
-        tx.connection.execute(
-            _COMMIT,
-            {"of_batch": ref.batch_id, "of_chunk": ref.chunk, "its_result": rows.json(result), "now": tx.now},
-        )
-        detail = f"{result.completed} completed, {result.failed} failed"
-        events.record(
-            tx,
-            ref.batch_id,
-            "committed",
-            row.worker_id,
-            chunk=ref.chunk,
-            token=ref.token,
-            run_id=row.run_id,
-            detail=detail,
-        )
-        # What the checkpoints have counted already is not counted again.
-        completed, failed, given, cached, made = part_sums(rows.parts(row.parts))
-        still_open = update_lane(
-            tx,
-            ref.batch_id,
-            row.model,
-            leased=-1,
-            committed=1,
-            completed=result.completed - completed,
-            failed=result.failed - failed,
-            input_tokens=result.input_tokens - given,
-            cached_tokens=result.cached_tokens - cached,
-            output_tokens=result.output_tokens - made,
-        )
-        counters.correct(tx, row, result.input_tokens + result.output_tokens)
-        return still_open
+    def commit_all(self, results: Mapping[LeaseRef, records.ChunkResult]) -> dict[LeaseRef, CommitReply | LeaseLost]:
+        """Commit several chunks in one transaction, each as `commit` does; for less than the price of as many commits.
+
+        Killed before its commit none of them is committed, after it all are. One whose lease is not valid any more is
+        answered with the error that `commit` raises, and takes nothing from the others. Of those that drain a batch
+        together one is told so.
+        """
+        with self._database.write() as tx:
+            done = commit_chunks(tx, results)
+        replies: dict[LeaseRef, CommitReply | LeaseLost] = {}
+        emptied = set(done.emptied)
+        for ref in results:
+            if ref in done.refused:
+                replies[ref] = done.refused[ref]
+            else:
+                still_open = ref.batch_id not in emptied
+                emptied.discard(ref.batch_id)
+                replies[ref] = self._reply(ref, still_open, done.actors[ref])
+        return replies
 
     def release(self, ref: LeaseRef, reason: str, failed: bool = False) -> CommitReply:
         """leased -> pending, with its parts kept; cancelled or expired where the batch is to stop. Raises LeaseLost.
@@ -244,7 +209,7 @@ class Chunks:
             still_open = update_lane(tx, row.batch_id, row.model, leased=-1, pending=1, pending_tokens=tokens)
             join_queue(tx, batch.customer, row.model, floor)
         if charged is not None:
-            counters.correct(tx, row, charged)
+            counters.correct_all(tx, {(row.model, batch.customer): counters.correction(row, charged)})
         return still_open
 
     def _reply(self, ref: LeaseRef, still_open: int, actor: str) -> CommitReply:
@@ -292,15 +257,8 @@ def _at(ref: LeaseRef) -> sa.Update:
 
 
 def _locked(tx: Transaction, ref: LeaseRef) -> Any:
-    return tx.connection.execute(_LOCK, {"of_batch": ref.batch_id, "of_chunk": ref.chunk}).one_or_none()
+    return lock_chunks(tx, [ref]).get((ref.batch_id, ref.chunk))
 
 
 def _leased(tx: Transaction, ref: LeaseRef) -> Any:
-    return _valid(_locked(tx, ref), ref)
-
-
-def _valid(row: Any, ref: LeaseRef) -> Any:
-    if row is None or row.state != ChunkState.LEASED or row.token != ref.token:
-        now = "gone" if row is None else f"{row.state} with token {row.token}"
-        raise LeaseLost(f"lease {ref.token} of chunk {ref.chunk} of {ref.batch_id} is not valid any more: it is {now}")
-    return row
+    return valid(_locked(tx, ref), ref)

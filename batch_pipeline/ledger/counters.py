@@ -10,30 +10,43 @@ corrected once for each lease, whatever is killed or repeated. Killed before its
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import sqlalchemy as sa
 
-from batch_pipeline.ledger.database import Transaction
-from batch_pipeline.ledger.schema import batches, customers, service
+from batch_pipeline.ledger.database import Transaction, execute_all
+from batch_pipeline.ledger.schema import customers, service
 
-_CUSTOMER = sa.select(batches.c.customer).where(batches.c.batch_id == sa.bindparam("of_batch")).scalar_subquery()
 _WEIGHT = sa.select(customers.c.weight).where(customers.c.customer == service.c.customer).scalar_subquery()
 _CORRECTED = service.c.tokens + sa.bindparam("more_tokens", type_=sa.Double) / _WEIGHT
 _CORRECT = (
     service.update()
-    .where(service.c.model == sa.bindparam("of_model"), service.c.customer == _CUSTOMER)
+    .where(service.c.model == sa.bindparam("of_model"), service.c.customer == sa.bindparam("of_customer"))
     .values(tokens=sa.case((service.c.floor > _CORRECTED, service.c.floor), else_=_CORRECTED))
 )
 
 
-def correct(tx: Transaction, chunk: Any, used_tokens: float) -> None:
-    """Charge a chunk what it has used in all its attempts, in place of what its row says.
-
-    `chunk` is the row, locked and as it was before; the caller writes the new charge. To be called after chunks and
-    lanes, for the order of locks. One that was leased by a release without charges stays as it is. A counter is not
-    lowered below what it was when its customer came to the queue (`transitions.join_queue`).
+def correction(chunk: Any, used_tokens: float) -> float:
+    """Return the tokens to charge beside what a chunk's row says, for it to be charged what it has used in all its
+    attempts. One that was leased by a release without charges stays as it is: 0.
     """
-    if chunk.charged is not None and chunk.charged != used_tokens:
-        more = {"of_batch": chunk.batch_id, "of_model": chunk.model, "more_tokens": used_tokens - chunk.charged}
-        tx.connection.execute(_CORRECT, more)
+    return 0.0 if chunk.charged is None else used_tokens - float(chunk.charged)
+
+
+def correct_all(tx: Transaction, more_tokens: Mapping[tuple[str, str], float]) -> None:
+    """Charge these tokens, by (model, customer), in place of what was expected.
+
+    The chunks' rows are locked, and the caller writes their new charges. To be called after chunks and lanes, for the
+    order of locks. A counter is not lowered below what it was when its customer came to the queue
+    (`transitions.join_queue`).
+    """
+    execute_all(
+        tx,
+        _CORRECT,
+        [
+            {"of_model": model, "of_customer": customer, "more_tokens": more}
+            for (model, customer), more in sorted(more_tokens.items())
+            if more
+        ],
+    )

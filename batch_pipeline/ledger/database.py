@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,9 @@ from batch_pipeline.ledger.upgrade import upgrade
 _BUSY_SECONDS = 30
 _IDLE_SECONDS = 5.0
 """A connection that was idle for longer is tried before it is used."""
+_BEGAN_AT = "ledger_began_at"
+"""Where a connection to Postgres keeps the server's time at the begin of its transaction."""
+_BEGIN = "BEGIN; SELECT extract(epoch FROM clock_timestamp())::float8"
 _SET_UP_LOCK = 7_240_001
 """Advisory lock under which one process at a time creates tables on Postgres."""
 
@@ -40,10 +43,10 @@ class DatabaseClock:
     """The database's own clock: the only one that all workers share (invariant I3)."""
 
     def now(self, connection: sa.Connection) -> float:
-        """Return the server's time, as it is when this is called and not when the transaction began."""
+        """Return the server's time when the transaction began to work: on SQLite, after it has got its lock."""
         if connection.dialect.name == "sqlite":
             return float(connection.exec_driver_sql("SELECT (julianday('now') - 2440587.5) * 86400.0").scalar_one())
-        return float(connection.exec_driver_sql("SELECT extract(epoch FROM clock_timestamp())::float8").scalar_one())
+        return float(connection.info[_BEGAN_AT])
 
 
 class Transaction(NamedTuple):
@@ -51,6 +54,16 @@ class Transaction(NamedTuple):
 
     connection: sa.Connection
     now: float
+
+
+def execute_all(tx: Transaction, statement: sa.Executable, parameters: Sequence[Mapping[str, Any]]) -> None:
+    """Run a statement that returns nothing once for each of the parameters, in their order; on Postgres in one round
+    trip.
+    """
+    if len(parameters) == 1:
+        tx.connection.execute(statement, parameters[0])  # a round trip less than for a list of one
+    elif parameters:
+        tx.connection.execute(statement, parameters)
 
 
 class Database:
@@ -127,6 +140,8 @@ def _engine_of(parsed: sa.URL) -> sa.Engine:
         return engine
     if parsed.get_backend_name() == "postgresql":
         engine = sa.create_engine(parsed, pool_size=8, max_overflow=16)
+        event.listen(engine, "connect", _configure_postgres)
+        event.listen(engine, "begin", _begin_postgres)
         event.listen(engine, "checkin", _note_idle)
         event.listen(engine, "checkout", partial(_check_idle, engine.dialect))
         return engine
@@ -149,6 +164,20 @@ def _check_idle(dialect: sa.Dialect, connection: Any, entry: ConnectionPoolEntry
     except dialect.loaded_dbapi.Error as error:
         # The pool then makes a new one, and trusts none that is as old as this.
         raise InvalidatePoolError(f"a connection died while it was idle: {error}") from error
+
+
+def _configure_postgres(connection: Any, _entry: ConnectionPoolEntry) -> None:
+    # The driver would send a BEGIN of its own before the first statement: `_begin_postgres` does it instead.
+    connection.autocommit = True
+
+
+def _begin_postgres(connection: sa.Connection) -> None:
+    """Begin, and learn the server's time, in one round trip: by itself each costs as much as a write."""
+    raw: Any = connection.connection
+    with raw.cursor() as cursor:
+        cursor.execute(_BEGIN, prepare=False)  # two commands cannot be prepared as one
+        cursor.nextset()
+        (connection.info[_BEGAN_AT],) = cursor.fetchone()
 
 
 def _configure_sqlite(connection: Any, _entry: ConnectionPoolEntry) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import sqlalchemy as sa
 
 from batch_pipeline.ledger import records, rows
-from batch_pipeline.ledger.database import Database, Transaction
+from batch_pipeline.ledger.database import Database, Transaction, execute_all
 from batch_pipeline.ledger.schema import events
 
 _INSERT = events.insert()
@@ -45,9 +45,8 @@ def record(
 
 
 def record_all(tx: Transaction, new: list[dict[str, object]]) -> None:
-    """Add events to the transaction, in one statement."""
-    if new:
-        tx.connection.execute(_INSERT, new)
+    """Add events to the transaction."""
+    execute_all(tx, _INSERT, new)
 
 
 class Events:

@@ -12,58 +12,14 @@ from typing import Any, NamedTuple
 import msgspec
 import sqlalchemy as sa
 
-from batch_pipeline.ledger import events, rows
-from batch_pipeline.ledger.database import Transaction
+from batch_pipeline.ledger import events, queue, rows
+from batch_pipeline.ledger.database import Transaction, execute_all
 from batch_pipeline.ledger.records import ChunkState, Lease, LeaseRef
-from batch_pipeline.ledger.schema import (
-    batches,
-    chunks,
-    customers,
-    is_pending,
-    is_undecided,
-    is_waiting,
-    lanes,
-    out_of_turn,
-    service,
-    workers,
-)
-from batch_pipeline.ledger.transitions import chunk_event, insert_for, update_lane
+from batch_pipeline.ledger.schema import chunks, is_pending, out_of_turn, service, workers
+from batch_pipeline.ledger.transitions import LaneChange, chunk_event, insert_for, move_lanes
 from batch_pipeline.scheduling.estimates import Used, refilled, usage_ratio
 from batch_pipeline.scheduling.order import Conditions, CustomerShare, Pick, WaitingBatch, choose, is_at_risk
 
-_WAITING = (
-    sa.select(
-        batches.c.batch_id,
-        batches.c.customer,
-        batches.c.endpoint,
-        batches.c.priority,
-        batches.c.deadline_at,
-        batches.c.created_at,
-        lanes.c.pending,
-        lanes.c.pending_tokens,
-        lanes.c.requests,
-        lanes.c.tokens,
-        (lanes.c.completed + lanes.c.failed).label("done"),
-        (lanes.c.input_tokens + lanes.c.output_tokens).label("used"),
-        customers.c.weight,
-        sa.func.coalesce(service.c.tokens, 0.0).label("served"),
-        sa.func.coalesce(service.c.estimated_tokens, 0.0).label("estimated_before"),
-        sa.func.coalesce(service.c.real_tokens, 0.0).label("used_before"),
-    )
-    .select_from(
-        lanes.join(batches, batches.c.batch_id == lanes.c.batch_id)
-        .join(customers, customers.c.customer == batches.c.customer)
-        .outerjoin(service, (service.c.model == lanes.c.model) & (service.c.customer == batches.c.customer))
-    )
-    .where(
-        lanes.c.model == sa.bindparam("of_model"),
-        is_waiting,
-        is_undecided,
-        batches.c.status == sa.literal_column("'in_progress'"),
-        batches.c.deadline_at > sa.bindparam("now"),
-    )
-)
-_WAITING_ONLY = _WAITING.where(batches.c.batch_id.in_(sa.bindparam("only", expanding=True)))
 _FREE = (
     sa.select(chunks.c.chunk)
     .where(chunks.c.batch_id == sa.bindparam("of_batch"), chunks.c.model == sa.bindparam("of_model"), is_pending)
@@ -71,11 +27,20 @@ _FREE = (
     .limit(sa.bindparam("most"))
     .with_for_update(skip_locked=True)
 )
+# In Postgres an array, which is made once: rows locked by a subquery that is run again would be others.
+_IS_FREE = {
+    "sqlite": chunks.c.chunk.in_(_FREE),
+    "postgresql": chunks.c.chunk == sa.any_(sa.func.array(_FREE.scalar_subquery())),
+}
 _EXPECTED = (chunks.c.prompt_tokens + chunks.c.max_output_tokens) * sa.bindparam("ratio", type_=sa.Double)
 """As `_Found.expected` has it."""
-_TAKE = (
-    chunks.update()
-    .where(chunks.c.batch_id == sa.bindparam("of_batch"), chunks.c.chunk.in_(sa.bindparam("numbers", expanding=True)))
+_TAKEN = (
+    *(chunks.c.batch_id, chunks.c.chunk, chunks.c.token, chunks.c.input_key, chunks.c.requests),
+    *(chunks.c.prompt_tokens, chunks.c.max_output_tokens, chunks.c.parts, chunks.c.expires_at),
+)
+_TAKE = {
+    dialect: chunks.update()
+    .where(chunks.c.batch_id == sa.bindparam("of_batch"), is_free)
     .values(
         state=ChunkState.LEASED,
         token=chunks.c.token + 1,
@@ -84,8 +49,9 @@ _TAKE = (
         expires_at=sa.bindparam("until"),
         charged=sa.func.coalesce(chunks.c.charged, 0.0) + sa.case((_EXPECTED < 1.0, 1.0), else_=_EXPECTED),
     )
-    .returning(chunks)
-)
+    .returning(*_TAKEN)
+    for dialect, is_free in _IS_FREE.items()
+}
 _CHARGE = (
     service.update()
     .where(service.c.model == sa.bindparam("of_model"), service.c.customer == sa.bindparam("of_customer"))
@@ -133,14 +99,13 @@ def lease_chunks(tx: Transaction, taker: Taker, limit: int, only: Sequence[str] 
     """Lease at most `limit` chunks, of the batches in `only` where that is given; fewer only where all others that are
     pending are being taken by somebody else at this moment.
     """
-    found = _waiting(tx, taker.model, only)
-    waiting = [row.waiting for row in found.values()]
-    shares = {row.waiting.customer: row.share for row in found.values()}
-    conditions = _conditions(tx, taker.model, waiting, policy)
+    wanted = queue.Wanted(taker.model, limit, policy.tokens_per_second, policy.margin_seconds)
+    found = waiting = _waiting(tx, wanted, only, policy)
+    conditions = _conditions(tx, taker.model, [each.waiting for each in waiting.values()], policy)
     taken: list[Any] = []
     out_of_turn_tokens = 0.0
     while len(taken) < limit:
-        picks = choose(waiting, shares, limit - len(taken), conditions)
+        picks = choose(*_left(found, waiting, taken), limit - len(taken), conditions)
         got = {pick.batch_id: _take(tx, taker, pick, found[pick.batch_id]) for pick in picks}
         taken += [row for batch_id in got for row in got[batch_id]]
         spent = sum(
@@ -152,16 +117,16 @@ def lease_chunks(tx: Transaction, taker: Taker, limit: int, only: Sequence[str] 
         short = {pick.batch_id for pick in picks if len(got[pick.batch_id]) < pick.chunks}
         if not short:
             break
-        waiting = [
-            _without(found[batch.batch_id], batch, got.get(batch.batch_id, []))
-            for batch in waiting
-            if batch.batch_id not in short
-        ]
-        shares = _charged(shares, found, [row for batch_id in got for row in got[batch_id]])
+        # Twice as many, since who had picks in this lease still seems to be among the next ones.
+        wanted = wanted._replace(chunks=2 * limit, drained=[*wanted.drained, *short])
+        waiting = _waiting(tx, wanted, only, policy)
+        found = waiting | found  # what was charged already stays as it was reckoned
     _record(tx, taker, taken)
-    for customer, tokens in sorted(_virtual_tokens(found, taken).items()):
-        charge = {"of_model": taker.model, "of_customer": customer, "virtual_tokens": tokens}
-        tx.connection.execute(_CHARGE, charge)
+    charges = [
+        {"of_model": taker.model, "of_customer": customer, "virtual_tokens": tokens}
+        for customer, tokens in sorted(_virtual_tokens(found, taken).items())
+    ]
+    execute_all(tx, _CHARGE, charges)
     if out_of_turn_tokens:
         _write_credit(tx, taker.model, conditions.credit)
     return [_lease(row, found[row.batch_id], taker) for row in taken]
@@ -215,12 +180,30 @@ def _ratio(row: Any) -> float:
     return usage_ratio(finished, Used(estimated=row.estimated_before, real=row.used_before))
 
 
-def _waiting(tx: Transaction, model: str, only: Sequence[str] | None) -> dict[str, _Found]:
-    parameters: dict[str, Any] = {"of_model": model, "now": tx.now}
+def _waiting(tx: Transaction, wanted: queue.Wanted, only: Sequence[str] | None, policy: Policy) -> dict[str, _Found]:
+    """Return the batches that a lease may go to."""
     if only:
-        parameters["only"] = list(only)
-    rows_found = tx.connection.execute(_WAITING_ONLY if only else _WAITING, parameters)
+        rows_found = queue.of_batches(tx, wanted.model, set(only).difference(wanted.drained))
+    else:
+        rows_found = queue.in_turn(tx, wanted)
+        if rows_found and policy.most_tokens > 0:
+            rows_found += queue.at_risk(tx, wanted)
     return {row.batch_id: _found(row, _ratio(row)) for row in rows_found}
+
+
+def _left(
+    found: dict[str, _Found], waiting: dict[str, _Found], taken: list[Any]
+) -> tuple[list[WaitingBatch], dict[str, CustomerShare]]:
+    """Return what waits and whose it is, without what this lease has taken already and charged for it."""
+    more = _virtual_tokens(found, taken)
+    shares = {
+        batch.waiting.customer: msgspec.structs.replace(
+            batch.share, served=batch.share.served + more.get(batch.waiting.customer, 0.0)
+        )
+        for batch in waiting.values()
+    }
+    left = [_without(batch, [row for row in taken if row.batch_id == batch_id]) for batch_id, batch in waiting.items()]
+    return [batch for batch in left if batch.pending_chunks > 0], shares
 
 
 def _found(row: Any, ratio: float) -> _Found:
@@ -241,22 +224,19 @@ def _take(tx: Transaction, taker: Taker, pick: Pick, found: _Found) -> list[Any]
 
     What each is charged stands in its row, for `counters` to correct once it is known what it used.
     """
-    free = {"of_batch": pick.batch_id, "of_model": taker.model, "most": pick.chunks}
-    numbers = list(tx.connection.execute(_FREE, free).scalars())
-    if not numbers:
-        return []
-    updated = tx.connection.execute(
-        _TAKE,
+    rows_taken = tx.connection.execute(
+        _TAKE[tx.connection.dialect.name],
         {
             "of_batch": pick.batch_id,
-            "numbers": numbers,
+            "of_model": taker.model,
+            "most": pick.chunks,
             "by_worker": taker.worker_id,
             "by_run": taker.run_id,
             "until": taker.expires_at,
             "ratio": found.ratio,
         },
-    ).all()
-    return sorted(updated, key=lambda row: int(row.chunk))
+    )
+    return sorted(rows_taken, key=lambda row: int(row.chunk))
 
 
 def _record(tx: Transaction, taker: Taker, taken: list[Any]) -> None:
@@ -268,19 +248,20 @@ def _record(tx: Transaction, taker: Taker, taken: list[Any]) -> None:
             for row in taken
         ],
     )
-    for batch_id in sorted({row.batch_id for row in taken}):
-        of_batch = [row for row in taken if row.batch_id == batch_id]
-        tokens = sum(_tokens(row) for row in of_batch)
-        update_lane(tx, batch_id, taker.model, pending=-len(of_batch), leased=len(of_batch), pending_tokens=-tokens)
-
-
-def _charged(shares: dict[str, CustomerShare], found: dict[str, _Found], taken: list[Any]) -> dict[str, CustomerShare]:
-    """Return the shares as they are once `taken` is charged."""
-    more = _virtual_tokens(found, taken)
-    return {
-        customer: msgspec.structs.replace(share, served=share.served + more.get(customer, 0.0))
-        for customer, share in shares.items()
-    }
+    by_batch: dict[str, list[Any]] = {}
+    for row in sorted(taken, key=lambda row: str(row.batch_id)):
+        by_batch.setdefault(row.batch_id, []).append(row)
+    move_lanes(
+        tx,
+        [
+            LaneChange(
+                batch_id,
+                taker.model,
+                {"pending": -len(of_batch), "leased": len(of_batch), "pending_tokens": -sum(map(_tokens, of_batch))},
+            )
+            for batch_id, of_batch in by_batch.items()
+        ],
+    )
 
 
 def _virtual_tokens(found: dict[str, _Found], taken: list[Any]) -> dict[str, float]:
@@ -293,7 +274,10 @@ def _virtual_tokens(found: dict[str, _Found], taken: list[Any]) -> dict[str, flo
     return virtual
 
 
-def _without(found: _Found, batch: WaitingBatch, taken: list[Any]) -> WaitingBatch:
+def _without(found: _Found, taken: list[Any]) -> WaitingBatch:
+    batch = found.waiting
+    if not taken:
+        return batch
     return msgspec.structs.replace(
         batch,
         pending_chunks=batch.pending_chunks - len(taken),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -12,6 +13,14 @@ from batch_pipeline.ledger import records, schema
 _BATCH_COLUMNS = [schema.batches.c[name] for name in records.Batch.__struct_fields__]
 BATCH = sa.select(*_BATCH_COLUMNS)
 CHUNK = sa.select(schema.chunks)
+IS_ONE_OF = sa.and_(
+    schema.chunks.c.batch_id.in_(sa.bindparam("batch_ids", expanding=True)),
+    schema.chunks.c.chunk.in_(sa.bindparam("numbers", expanding=True)),
+    sa.tuple_(schema.chunks.c.batch_id, schema.chunks.c.chunk).in_(sa.bindparam("keys", expanding=True)),
+)
+"""Whether a chunk is one of some leases' (see `keys_of`). The first two conditions follow from the third: by that alone
+SQLite finds no index for several chunks.
+"""
 LANE = sa.select(*[schema.lanes.c[name] for name in records.Lane.__struct_fields__])
 
 
@@ -31,6 +40,12 @@ def chunk(row: Any) -> records.Chunk:
     result = values["result"]
     values["result"] = None if result is None else chunk_result(result)
     return msgspec.convert(values, records.Chunk)
+
+
+def keys_of(refs: Iterable[records.LeaseRef]) -> dict[str, Any]:
+    """Return the parameters of IS_ONE_OF."""
+    keys = sorted({(ref.batch_id, ref.chunk) for ref in refs})
+    return {"batch_ids": sorted({key[0] for key in keys}), "numbers": sorted({key[1] for key in keys}), "keys": keys}
 
 
 def lane(row: Any) -> records.Lane:

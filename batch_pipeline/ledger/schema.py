@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 """`upgrade` brings older tables to it."""
 
 metadata = sa.MetaData()
@@ -191,9 +191,19 @@ lanes = sa.Table(
     sa.Column("output_tokens", sa.BigInteger, nullable=False, default=0),
     sa.Column("revision", sa.BigInteger, nullable=False, default=1),
     sa.Column("tokens", sa.BigInteger, comment="Estimate of all its requests, prompt and answer"),
+    sa.Column("customer", sa.String(64), nullable=False, server_default="", comment="Its batch's, as the next"),
+    sa.Column("deadline_at", sa.Double, nullable=False, server_default="0"),
 )
 is_waiting = lanes.c.pending > sa.literal_column("0")
-sa.Index("lanes_waiting", lanes.c.model, postgresql_where=is_waiting, sqlite_where=is_waiting)
+"""Lanes with chunks that wait for a lease: only of batches in progress without an outcome."""
+sa.Index(
+    "lanes_waiting_in_turn",
+    lanes.c.model,
+    lanes.c.customer,
+    lanes.c.deadline_at,
+    postgresql_where=is_waiting,
+    sqlite_where=is_waiting,
+)
 
 service = sa.Table(
     "service",

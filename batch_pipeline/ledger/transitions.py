@@ -4,21 +4,20 @@ stopped.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 import sqlalchemy as sa
 
 from batch_pipeline.ledger import events
-from batch_pipeline.ledger.database import Transaction
+from batch_pipeline.ledger.database import Transaction, execute_all
 from batch_pipeline.ledger.records import BatchStatus, ChunkState, Part
 from batch_pipeline.ledger.schema import (
     batches,
     chunks,
     customers,
     is_pending,
-    is_undecided,
     is_waiting,
     lanes,
     quotas,
@@ -32,23 +31,83 @@ _LANE_SUMS = (
     *("pending", "leased", "committed", "stopped", "pending_tokens"),
     *("completed", "failed", "input_tokens", "cached_tokens", "output_tokens"),
 )
-_UPDATE_LANE = (
+_MOVE_LANE = (
     lanes.update()
     .where(lanes.c.batch_id == sa.bindparam("of_batch"), lanes.c.model == sa.bindparam("of_model"))
     .values(
         revision=lanes.c.revision + 1,
         **{name: lanes.c[name] + sa.bindparam(f"more_{name}", type_=lanes.c[name].type) for name in _LANE_SUMS},
     )
-    .returning(lanes.c.pending + lanes.c.leased)
 )
+_MOVED = (
+    *(lanes.c.batch_id, lanes.c.model, lanes.c.customer),
+    (lanes.c.pending + lanes.c.leased).label("open_chunks"),
+)
+_MOVE_AND_LOOK = _MOVE_LANE.returning(*_MOVED)
+_LOOK_AT_LANES = sa.select(*_MOVED).where(
+    # Follows from the other condition: by that alone SQLite finds no index.
+    lanes.c.batch_id.in_(sa.bindparam("batch_ids", expanding=True)),
+    sa.tuple_(lanes.c.batch_id, lanes.c.model).in_(sa.bindparam("keys", expanding=True)),
+)
+_WAITS = (
+    sa.select(lanes.c.batch_id)
+    .where(lanes.c.model == service.c.model, lanes.c.customer == service.c.customer, is_waiting)
+    .correlate(service)
+    .exists()
+)
+_LEAST_SERVED = sa.select(
+    sa.func.min(sa.case((service.c.customer != sa.bindparam("of_customer"), service.c.tokens))),
+    sa.func.count(sa.case((service.c.customer == sa.bindparam("of_customer"), 1))),
+).where(service.c.model == sa.bindparam("of_model"), _WAITS)
+"""Of a model's queue: what the least served of the others has had, and whether a customer waits there itself."""
 _NO_CHANGE = {f"more_{name}": 0 for name in _LANE_SUMS}
+
+
+class LaneChange(NamedTuple):
+    """What is to be added to the sums of a lane, by the names of their columns."""
+
+    batch_id: str
+    model: str
+    more: Mapping[str, int]
+
+    def parameters(self) -> dict[str, Any]:
+        """Return it as the parameters of the update."""
+        more = {f"more_{name}": change for name, change in self.more.items()}
+        return {"of_batch": self.batch_id, "of_model": self.model, **_NO_CHANGE, **more}
+
+
+def move_lanes(tx: Transaction, changes: Sequence[LaneChange]) -> None:
+    """Add to the sums of several lanes, which the caller gives in the order of their keys."""
+    execute_all(tx, _MOVE_LANE, [change.parameters() for change in changes])
+
+
+class MovedLane(NamedTuple):
+    """A lane after its sums were changed."""
+
+    batch_id: str
+    model: str
+    customer: str
+    open_chunks: int
+    """Its chunks that are pending or leased now."""
+
+
+def move_lanes_and_look(tx: Transaction, changes: Sequence[LaneChange]) -> list[MovedLane]:
+    """Do as `move_lanes` does and return the lanes as they are then."""
+    if not changes:
+        return []
+    if len(changes) == 1:
+        moved = tx.connection.execute(_MOVE_AND_LOOK, changes[0].parameters())
+    else:
+        move_lanes(tx, changes)
+        keys = [(change.batch_id, change.model) for change in changes]
+        moved = tx.connection.execute(_LOOK_AT_LANES, {"keys": keys, "batch_ids": [key[0] for key in keys]})
+    return [MovedLane(*row) for row in moved]
 
 
 def update_lane(tx: Transaction, batch_id: str, model: str, **changes: int) -> int:
     """Add `changes` to the sums of a lane; returns its chunks that are pending or leased now."""
-    more = {f"more_{name}": change for name, change in changes.items()}
-    parameters = {"of_batch": batch_id, "of_model": model, **_NO_CHANGE, **more}
-    return int(tx.connection.execute(_UPDATE_LANE, parameters).scalar_one())
+    (moved,) = move_lanes_and_look(tx, [LaneChange(batch_id, model, changes)])
+    return moved.open_chunks
 
 
 def open_chunks(tx: Transaction, batch_id: str) -> int:
@@ -141,20 +200,9 @@ def queue_floor(tx: Transaction, customer: str, model: str) -> float | None:
     It is that of the least served customer that waits there, so that nobody saves up credit by staying away. Where
     nobody waits it is the most that anybody has had: who was served alone was ahead of no one, and owes nothing to the
     next that comes. (The virtual time of start-time fair queueing.) Read it before the chunks are counted as pending,
-    and hand it to `join_queue` after. Cost: the waiting lanes of the model.
+    and hand it to `join_queue` after. Cost: a look into an index for each customer of the model.
     """
-    others, own = tx.connection.execute(
-        sa.select(
-            sa.func.min(sa.case((batches.c.customer != customer, service.c.tokens))),
-            sa.func.count(sa.case((batches.c.customer == customer, 1))),
-        )
-        .select_from(
-            lanes.join(batches, batches.c.batch_id == lanes.c.batch_id).join(
-                service, (service.c.model == lanes.c.model) & (service.c.customer == batches.c.customer)
-            )
-        )
-        .where(lanes.c.model == model, is_waiting, is_undecided)
-    ).one()
+    others, own = tx.connection.execute(_LEAST_SERVED, {"of_model": model, "of_customer": customer}).one()
     if own:
         return None
     if others is None:

@@ -1,8 +1,8 @@
 """Bringing the tables of an older release up to date, inside the transaction that looked at their version.
 
-Until now each version has only added: tables (which `create_all` makes), columns and indexes. So the tables are
-compared with what this release describes, and what is missing is added. A new column has to be nullable or to have a
-default of the server's.
+Each version adds tables (which `create_all` makes), columns and indexes. So the tables are compared with what this
+release describes, what is missing is added, and indexes that are not used any more are dropped. A new column has to be
+nullable or to have a default of the server's; what older rows are to have in it instead is said here.
 """
 
 from __future__ import annotations
@@ -11,6 +11,10 @@ import sqlalchemy as sa
 from sqlalchemy.schema import CreateColumn
 
 from batch_pipeline.ledger import schema
+
+_LANES_NAME_CUSTOMERS = 8
+"""From this version on a lane says whose it is."""
+_UNUSED_INDEXES = {"lanes_waiting"}
 
 
 def upgrade(connection: sa.Connection, version: int) -> bool:
@@ -33,5 +37,18 @@ def upgrade(connection: sa.Connection, version: int) -> bool:
             for index in table.indexes:
                 if index.name not in indexes:
                     index.create(connection)
+            for name in sorted(_UNUSED_INDEXES.intersection(indexes)):
+                connection.exec_driver_sql(f"DROP INDEX {name}")
+        if version < _LANES_NAME_CUSTOMERS:
+            _copy_to_lanes(connection)
         connection.execute(schema.schema_info.update().values(version=schema.SCHEMA_VERSION))
     return True
+
+
+def _copy_to_lanes(connection: sa.Connection) -> None:
+    """Let lanes say whose they are and when they are due, as their batches do."""
+    batches, lanes = schema.batches, schema.lanes
+    of_batch = batches.c.batch_id == lanes.c.batch_id
+    customer = sa.select(batches.c.customer).where(of_batch).scalar_subquery()
+    deadline = sa.select(batches.c.deadline_at).where(of_batch).scalar_subquery()
+    connection.execute(lanes.update().values(customer=customer, deadline_at=deadline))

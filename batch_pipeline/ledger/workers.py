@@ -13,6 +13,23 @@ from batch_pipeline.ledger.records import HeartbeatReply, LeaseRef, Standing, Wo
 from batch_pipeline.ledger.schema import batches, chunks, is_leased, workers
 from batch_pipeline.ledger.transitions import insert_for
 
+_SEEN = (
+    workers.update()
+    .where(workers.c.worker_id == sa.bindparam("worker"))
+    .values(seen_at=sa.bindparam("now"))
+    .returning(workers.c.leave)
+)
+_SEEN_AND_MEASURED = _SEEN.values(tokens_per_second=sa.bindparam("speed"))
+_HELD = (
+    sa.select(chunks.c.batch_id, chunks.c.chunk, chunks.c.token, batches.c.outcome, batches.c.deadline_at)
+    .join(batches, batches.c.batch_id == chunks.c.batch_id)
+    .where(rows.IS_ONE_OF, is_leased)
+    .order_by(chunks.c.batch_id, chunks.c.chunk)
+    .with_for_update(of=chunks)
+)
+"""Leases of some chunks, locked in the order of their keys, and whether their batches are to stop."""
+_EXTEND = chunks.update().where(rows.IS_ONE_OF).values(expires_at=sa.bindparam("until"))
+
 
 class Workers:
     """Workers and their heartbeats. Each function is one transaction; repeating it changes nothing more."""
@@ -62,36 +79,22 @@ class Workers:
         """Extend the worker's valid leases and tell how each stands, and whether the worker is asked to leave; note how
         fast it is, where it says so.
 
-        Cost: one update of the worker and one of its leases, whatever their number.
+        Cost: one update of the worker, one look at its leases and one update of them, whatever their number.
         """
         with self._database.write() as tx:
-            leave = tx.connection.execute(
-                workers.update()
-                .where(workers.c.worker_id == worker_id)
-                .values(
-                    seen_at=tx.now, **({} if tokens_per_second is None else {"tokens_per_second": tokens_per_second})
-                )
-                .returning(workers.c.leave)
-            ).scalar_one_or_none()
-            wanted = sa.tuple_(chunks.c.batch_id, chunks.c.chunk, chunks.c.token).in_([tuple(ref) for ref in refs])
-            held = tx.connection.execute(
-                chunks.update()
-                .where(wanted, is_leased)
-                .values(expires_at=tx.now + self._lease_seconds)
-                .returning(chunks.c.batch_id, chunks.c.chunk, chunks.c.token)
-            ).all()
-            batch_ids = sorted({row.batch_id for row in held})
-            stopping = set(
-                tx.connection.execute(
-                    sa.select(batches.c.batch_id).where(
-                        batches.c.batch_id.in_(batch_ids),
-                        batches.c.outcome.is_not(None) | (batches.c.deadline_at <= tx.now),
-                    )
-                ).scalars()
-            )
-        standings = dict.fromkeys(refs, Standing.LOST)
-        for row in held:
-            standings[LeaseRef(*row)] = Standing.STOP if row.batch_id in stopping else Standing.HELD
+            seen = _SEEN if tokens_per_second is None else _SEEN_AND_MEASURED
+            worker = {"worker": worker_id, "now": tx.now, "speed": tokens_per_second}
+            leave = tx.connection.execute(seen, worker).scalar_one_or_none()
+            found = tx.connection.execute(_HELD, rows.keys_of(refs)).all() if refs else []
+            held = {LeaseRef(row.batch_id, row.chunk, row.token): row for row in found}
+            standings = dict.fromkeys(refs, Standing.LOST)
+            for ref in held.keys() & standings.keys():
+                is_to_stop = held[ref].outcome is not None or held[ref].deadline_at <= tx.now
+                standings[ref] = Standing.STOP if is_to_stop else Standing.HELD
+            extended = [ref for ref, standing in standings.items() if standing is not Standing.LOST]
+            if extended:
+                until = tx.now + self._lease_seconds
+                tx.connection.execute(_EXTEND, {**rows.keys_of(extended), "until": until})
         return HeartbeatReply(standings=standings, leave=bool(leave))
 
     def ask_to_leave(self, worker_id: str) -> None:

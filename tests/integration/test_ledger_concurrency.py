@@ -210,6 +210,10 @@ elif what == "commit":
     (lease,) = ledger.chunks.lease("victim", "model-a", 1)
     arm()
     ledger.chunks.commit(lease.ref, result_of(lease))
+elif what == "commit of several":
+    leases = ledger.chunks.lease("victim", "model-a", 2)
+    arm()
+    ledger.chunks.commit_all({lease.ref: result_of(lease) for lease in leases})
 elif what == "cancel":
     batch = ledger.batches.recent()[0]
     arm()
@@ -222,6 +226,7 @@ elif what == "cancel":
     [
         ("lease", [ChunkState.PENDING] * 3),
         ("commit", [ChunkState.LEASED] + [ChunkState.PENDING] * 2),
+        ("commit of several", [ChunkState.LEASED] * 2 + [ChunkState.PENDING]),
         ("cancel", [ChunkState.PENDING] * 3),
     ],
 )

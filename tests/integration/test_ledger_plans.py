@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import sqlalchemy as sa
 
 from batch_pipeline.ledger import Ledger, schema
 from tests.fakes.clock import SteppedClock
+from tests.fakes.ledger_statements import sent_by
 from tests.fakes.ledger_values import MODEL, result_of, submitted
 
-FINISHED = 2_000
+FINISHED = 4_000
 GROWING = {"batches", "chunks", "lanes", "events"}
 OF_OPEN_WORK = {
     "batches_open",
@@ -23,7 +23,7 @@ OF_OPEN_WORK = {
     "batches_unshown",
     "chunks_pending",
     "chunks_leased",
-    "lanes_waiting",
+    "lanes_waiting_in_turn",
 }
 """Indexes that hold rows of unfinished work only: reading one from end to end is no scan."""
 
@@ -35,8 +35,8 @@ def ledger(ledger_url: str) -> Iterator[Ledger]:
     for number in range(50):
         submitted(ledger, f"open-{number}", [MODEL] * 4, f"customer-{number % 7}")
     if ledger_url.startswith("postgresql"):
-        with ledger._database.engine.connect() as connection:
-            connection.execution_options(isolation_level="AUTOCOMMIT").exec_driver_sql("ANALYZE")
+        with ledger._database.engine.begin() as connection:
+            connection.exec_driver_sql("ANALYZE")
     yield ledger
     ledger.close()
 
@@ -95,6 +95,7 @@ def test_no_statement_of_the_daily_work_scans_finished_work(ledger: Ledger) -> N
         "lease of one batch": lambda: ledger.chunks.lease("w", MODEL, 4, batch_ids[:1]),
         "heartbeat": lambda: ledger.workers.heartbeat("w", [lease.ref for lease in held]),
         "commit": lambda: ledger.chunks.commit(held[0].ref, result_of(held[0])),
+        "commit of several": lambda: ledger.chunks.commit_all({lease.ref: result_of(lease) for lease in held[4:]}),
         "release": lambda: ledger.chunks.release(held[1].ref, "gives way"),
         "cancel": lambda: ledger.batches.cancel(batch_ids[2]),
         "want_again": lambda: ledger.chunks.want_again(batch_ids[3], "operator"),
@@ -128,17 +129,13 @@ def test_no_statement_of_the_daily_work_scans_finished_work(ledger: Ledger) -> N
 
 def _statements(ledger: Ledger, do: Callable[[], object]) -> list[tuple[str, Any]]:
     """The statements that `do` sends, but for those that only add rows."""
-    sent: list[tuple[str, Any]] = []
-
-    def note(*seen: Any) -> None:
-        _, _, statement, parameters, _, many = seen
-        if statement.startswith(("SELECT", "UPDATE")) and not many:
-            sent.append((statement, parameters))
-
-    engine = ledger._database.engine
-    sa.event.listen(engine, "before_cursor_execute", note)
-    do()
-    sa.event.remove(engine, "before_cursor_execute", note)
+    with sent_by(ledger) as all_sent:
+        do()
+    sent = [
+        (statement, parameters)
+        for statement, parameters, is_for_many in all_sent
+        if statement.startswith(("SELECT", "UPDATE", "WITH")) and not is_for_many
+    ]
     assert sent
     return sent
 

@@ -115,15 +115,17 @@ def test_tables_of_the_first_version_are_brought_up_to_date(ledger_url: str, clo
         "customers": ("max_requests", "max_open_batches", "max_enqueued_tokens"),
         "chunks": ("charged",),
         "service": ("floor",),
+        "lanes": ("customer", "deadline_at"),
     }
     with ledger._database.write() as tx:
-        for index in indexes:
+        for index in (*indexes, "lanes_waiting_in_turn"):
             tx.connection.execute(sa.text(f"DROP INDEX {index}"))
         for table, columns in added.items():
             for column in columns:
                 tx.connection.execute(sa.text(f"ALTER TABLE {table} DROP COLUMN {column}"))
         for table in ("files", "api_keys", "quotas"):
             tx.connection.execute(sa.text(f"DROP TABLE {table}"))
+        tx.connection.execute(sa.text("CREATE INDEX lanes_waiting ON lanes (model) WHERE pending > 0"))
         tx.connection.execute(schema.schema_info.update().values(version=1))
     ledger.close()
     upgraded = Ledger.open(ledger_url, clock=clock)
@@ -131,6 +133,10 @@ def test_tables_of_the_first_version_are_brought_up_to_date(ledger_url: str, clo
     assert upgraded.retention.to_archive(clock.time, 10) == []
     names = {index["name"] for index in sa.inspect(upgraded._database.engine).get_indexes("batches")}
     assert set(indexes) <= names
+    names = {index["name"] for index in sa.inspect(upgraded._database.engine).get_indexes("lanes")}
+    assert names == {"lanes_waiting_in_turn"}
+    (lease,) = upgraded.chunks.lease("w", MODEL, 1)  # found by what its lane has been given
+    upgraded.chunks.release(lease.ref, "gives way")
     # What was there before holds nothing, and gives nothing back.
     assert upgraded.batches.cancel(batch.batch_id).status == "finalizing"
     assert upgraded.quotas.kept() == upgraded.quotas.recount() == {}

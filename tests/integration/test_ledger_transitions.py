@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import sqlalchemy as sa
 
 from batch_pipeline.errors import LeaseLost, NotAllowedInState, NotFound, OperatorError, ProofFailed
 from batch_pipeline.ledger import Ledger, schema
+from batch_pipeline.ledger.committing import commit_chunks
 from batch_pipeline.ledger.database import Database
 from batch_pipeline.ledger.records import BatchStatus, ChunkState, Lease, OnInvalid, Standing, WorkerState
 from tests.fakes.clock import SteppedClock
@@ -211,8 +211,7 @@ def test_the_sweep_settles_what_a_worker_left_that_died_right_after_its_commit(l
     batch = submitted(ledger, "a")
     lease = lease_one(ledger)
     with ledger._database.write() as tx:  # The commit's first transaction, without its second.
-        row = tx.connection.execute(sa.select(schema.chunks)).one()
-        ledger.chunks._commit(tx, row, lease.ref, result_of(lease))
+        commit_chunks(tx, {lease.ref: result_of(lease)})
     assert ledger.batches.get(batch.batch_id).status == BatchStatus.IN_PROGRESS
     assert ledger.batches.settle_all() == [batch.batch_id]
     assert ledger.batches.settle_all() == []
