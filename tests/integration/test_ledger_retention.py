@@ -75,7 +75,7 @@ def test_what_is_noted_of_objects_goes_forward_only(ledger: Ledger, clock: Stepp
     assert retention.with_objects(clock.time, 10) == []
     assert retention.still_stored([batch_id]) == set()
     assert list(ledger.events.of(batch_id)) == []
-    assert ledger.batches.publishable() == []
+    assert ledger.moments.publishable() == []
 
 
 def test_chunks_with_leftovers_are_those_with_an_attempt_in_vain(ledger: Ledger, clock: SteppedClock) -> None:

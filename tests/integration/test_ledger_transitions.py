@@ -372,13 +372,17 @@ def test_a_run_that_was_requested_is_not_requested_again_before_its_pause(ledger
 
 def test_every_status_that_is_not_shown_has_its_turn_and_shown_ends_have_none(ledger: Ledger) -> None:
     ids = sorted(submitted(ledger, f"b{number}").batch_id for number in range(5))
-    pages = [ledger.batches.publishable(2)]
+
+    def page(after: str = "") -> list[tuple[str, str]]:
+        return [(moment.batch.batch_id, shown) for moment, shown in ledger.moments.publishable(2, after=after)]
+
+    pages = [page()]
     while pages[-1]:
-        pages.append(ledger.batches.publishable(2, after=pages[-1][-1][0]))
+        pages.append(page(after=pages[-1][-1][0]))
     assert [batch_id for page in pages for batch_id, _ in page] == ids
     ledger.batches.mark_published(ids[0], "3 waiting")
     ledger.batches.mark_published(ids[1], "final")
-    assert ledger.batches.publishable(2) == [(ids[0], "3 waiting"), (ids[2], "")]
+    assert page() == [(ids[0], "3 waiting"), (ids[2], "")]
 
 
 def test_the_backlog_counts_what_may_still_be_leased(ledger: Ledger) -> None:

@@ -290,7 +290,7 @@ class ServiceMachine(RuleBasedStateMachine):
         while self.ledger.batches.awaiting_merge(1):
             self.a_merge_runs(0, None)
         self.the_sensor_looks_around(None)
-        return bool(self.ledger.batches.publishable()) or any(True for _ in self.store.list(keys.INBOX))
+        return bool(self.ledger.moments.publishable()) or any(True for _ in self.store.list(keys.INBOX))
 
     def _answers_are_those_of_their_requests(self, batch: Batch) -> None:
         source = self.store.get(batch.input_key).splitlines()
