@@ -323,14 +323,14 @@ def _write_home(home: Path, postgres_port: int, kubeconfig: Path) -> None:
 
 def _start_services(stops: ExitStack, folder: Path, home: Path, environment: Mapping[str, str]) -> None:
     """Start the code server and the daemon; the server's image is what runs are started from."""
-    socket = str(folder / "code.sock")
-    server = ["code-server", "start", "-m", "batch_pipeline.definitions", "-s", socket]
+    address = str(folder / "code.sock")
+    server = ["code-server", "start", "-m", "batch_pipeline.definitions", "-s", address]
     workspace = home / "workspace.yaml"
-    location = {"grpc_server": {"socket": socket, "location_name": "batch_pipeline"}}
+    location = {"grpc_server": {"socket": address, "location_name": "batch_pipeline"}}
     workspace.write_text(yaml.safe_dump({"load_from": [location]}), encoding="utf-8")
     _start(stops, folder, environment, "dagster", *server)
     deadline = time.monotonic() + _SECONDS
-    while not Path(socket).exists():
+    while not Path(address).exists():
         assert time.monotonic() < deadline, (folder / "dagster.log").read_text(encoding="utf-8")
         time.sleep(_POLL_SECONDS)
     _start(stops, folder, environment, "dagster-daemon", "run", "-w", str(workspace))

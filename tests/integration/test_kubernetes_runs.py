@@ -39,7 +39,7 @@ def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
             yield small
         return
     with real_cluster(
-        option("--kubeconfig"),
+        option("--kubeconfig").resolve(),
         image=option("--kubernetes-image"),
         host=option("--kubernetes-host"),
         gpu_resource=option("--kubernetes-gpu"),

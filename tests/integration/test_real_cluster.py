@@ -4,6 +4,7 @@ own, with pods that reach this machine at another address than its loopback and 
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +22,7 @@ def test_the_scenarios_run_on_a_cluster_that_is_known_by_its_kubeconfig_alone(tm
     server = [sys.executable, "-m", "tests.fakes.kubernetes", str(tmp_path), IMAGE]
     with subprocess.Popen(server, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY) as cluster:
         assert cluster.stdout is not None
-        kubeconfig = cluster.stdout.readline().strip()
+        kubeconfig = os.path.relpath(cluster.stdout.readline().strip(), REPOSITORY)
         options = {"kubeconfig": kubeconfig, "kubernetes-image": IMAGE, "kubernetes-host": HOST}
         options |= {"kubernetes-namespace": NAMESPACE, "basetemp": str(tmp_path / "tests")}
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", "dropped_file or killed_pod"]
@@ -35,7 +36,7 @@ def test_the_scenarios_run_on_a_cluster_that_is_known_by_its_kubeconfig_alone(tm
         )
         assert ran.returncode == 0, ran.stdout
         assert "2 passed" in ran.stdout
-        client = kubernetes.client.CoreV1Api(kubernetes.config.new_client_from_config(kubeconfig))
+        client = kubernetes.client.CoreV1Api(kubernetes.config.new_client_from_config(str(REPOSITORY / kubeconfig)))
         left = client.list_namespaced_pod(NAMESPACE).items
         assert [pod.metadata.name for pod in left if pod.metadata.deletion_timestamp is None] == []
         cluster.communicate(timeout=60)
