@@ -32,6 +32,7 @@ from batch_pipeline.embedded.postgres import PostgresServer
 from batch_pipeline.ledger import Ledger
 from batch_pipeline.ledger.records import WorkerState
 from batch_pipeline.settings import CONFIG_VARIABLE
+from benchmarks._processes import database_seconds
 from tests.fakes.ledger_values import MODEL, finish, result_of, submitted
 
 MEGABYTE = 1_000_000
@@ -195,7 +196,7 @@ def ask(server: Server, message: bytes, connections: int, seconds: float) -> Ask
     for one in sockets:
         one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         waiting.register(one, selectors.EVENT_READ, bytearray())
-    server_before, database_before = _seconds(server.process), _database_seconds()
+    server_before, database_before = _seconds(server.process), database_seconds()
     began = time.perf_counter()
     for one in sockets:
         one.sendall(message)
@@ -210,9 +211,7 @@ def ask(server: Server, message: bytes, connections: int, seconds: float) -> Ask
                 key.data.clear()
                 answered += 1
                 connection.sendall(message)
-    asked = Asked(
-        answered, now - began, _seconds(server.process) - server_before, _database_seconds() - database_before
-    )
+    asked = Asked(answered, now - began, _seconds(server.process) - server_before, database_seconds() - database_before)
     for one in sockets:
         one.close()
     return asked
@@ -288,12 +287,6 @@ def _is_whole(answer: bytearray) -> bool:
 
 def _seconds(process: psutil.Process) -> float:
     return sum(process.cpu_times()[:2])
-
-
-def _database_seconds() -> float:
-    """Return the processor seconds of the database server so far: of its processes, and of those that have ended."""
-    servers = [process for process in psutil.Process().children(recursive=True) if process.name() == "postgres"]
-    return sum(sum(process.cpu_times()[:4]) for process in servers)
 
 
 def _peak_bytes(process: psutil.Process) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -93,6 +95,31 @@ def test_a_dropped_file_becomes_results_with_its_lineage(
     assert [json.loads(line)["custom_id"] for line in lines] == [f"q{i}" for i in range(5)]
     assert json.loads(store.get("outbox/acme/questions/status.json"))["status"] == "completed"
     assert store.head("inbox/acme/questions.jsonl") is None
+
+
+def test_a_batch_costs_dagster_two_runs_and_few_steps_and_events(
+    location: CodeLocation, parts: tuple[Ledger, ObjectStore]
+) -> None:
+    """Counted, so that none is added unseen: each is a row that is written, and ten thousand batches come a day."""
+    _drop(parts[1], b"".join(_line(f"q{i}") for i in range(5)))
+    batch_id = _run_through(location)
+    runs = location.instance.get_runs(dg.RunsFilter(tags={"dagster/partition": batch_id}))
+    events = {run.job_name: location.instance.get_records_for_run(run.run_id).records for run in runs}
+    steps = {
+        job: sum(record.event_log_entry.dagster_event_type == dg.DagsterEventType.STEP_START for record in records)
+        for job, records in events.items()
+    }
+    assert steps == {"intake": 3, "merge": 1}
+    assert len(events["intake"]) <= 24
+    assert len(events["merge"]) <= 25
+
+
+def test_a_run_loads_nothing_that_only_others_need() -> None:
+    """Each run is a process of its own, and most of what it costs is what it imports."""
+    heavy = "{'aiohttp', 'polars', 'kubernetes', 'fastapi', 'tokenizers', 'transformers', 'torch', 'vllm'}"
+    code = f"import sys, batch_pipeline.definitions; print(*sorted({heavy} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
 
 
 def test_every_result_file_is_proved_by_checks(location: CodeLocation, parts: tuple[Ledger, ObjectStore]) -> None:
