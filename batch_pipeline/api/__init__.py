@@ -13,8 +13,8 @@ requests     each request's id, and bounds of what it may send
 serving      `batch-pipeline serve`
 
 Every lookup names the customer of the key: what is another's is not found (I8). Calls to the ledger and the store are
-synchronous and run in a bounded pool of threads, which FastAPI uses for every route that is no coroutine, and coroutines
-ask for by themselves.
+synchronous and run in a bounded pool of threads: FastAPI uses it for every route that is no coroutine, and coroutines
+ask for it by themselves.
 """
 
 from batch_pipeline.api.app import create_app

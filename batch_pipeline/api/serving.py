@@ -26,8 +26,8 @@ _KEEP_ALIVE_SECONDS = 75
 class BoundedHeads(HttpToolsProtocol):
     """Closes a connection whose request's head is too long, or not whole in time: anybody can open one, with no key.
 
-    uvicorn bounds only how long a connection is idle between two requests. Its other parser bounds the size of a head,
-    and costs five times as much for each request and three copies more of each byte of a body.
+    uvicorn bounds only how long a connection is idle between two requests. Its other parser (h11) bounds the size of a
+    head, and costs a short request as much as all else does; of a body it makes more copies.
     """
 
     _waiting: asyncio.TimerHandle | None = None
