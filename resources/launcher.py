@@ -9,7 +9,6 @@ from our image.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from enum import Enum
 from typing import Any
 
 from dagster import DagsterRun
@@ -22,23 +21,13 @@ from dagster_k8s.job import get_job_name_from_run_id, get_user_defined_k8s_confi
 from batch_pipeline import settings as configuration
 from batch_pipeline.settings import Settings
 from resources.kubernetes import intake_tags, merge_tags
+from resources.pod_end import PodEnd
 
 _TAGS: Mapping[str, Callable[[Settings], Mapping[str, Any]]] = {
     "request_chunks": intake_tags,
     "batch_results": merge_tags,
 }
 """Intake comes first: a run of both needs the tokenizers, and as much disk as the merge."""
-
-
-class PodEnd(Enum):
-    """How a pod has ended."""
-
-    DIED = "died"
-    """By itself, or for lack of memory: Kubernetes keeps its object."""
-    TAKEN = "taken"
-    """It was deleted: preempted, drained, or by hand. Its Job has failed, and no pod is left of it."""
-    NO_JOB = "no job"
-    """Its Job is not there: deleted, or not made yet."""
 
 
 class PodLauncher(K8sRunLauncher):

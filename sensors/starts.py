@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import dagster as dg
 from dagster import DagsterRunStatus, RunRecord, RunsFilter
 
-from resources.launcher import PodEnd, PodLauncher
+from resources.pod_end import PodEnd
 from resources.run_process import ENDED_TAG, PREEMPTED
 from sensors.worker_runs import pod_trouble
 
@@ -44,6 +44,9 @@ def end_without_pod(instance: dg.DagsterInstance, records: Sequence[RunRecord], 
 
 def _end_of_pod(instance: dg.DagsterInstance, run: dg.DagsterRun) -> PodEnd | None:
     """Return how the pod of a run has ended; None where it has not, where there are no pods, or we may not ask."""
+    # It loads Kubernetes' client, which every run would: they all load the sensors.
+    from resources.launcher import PodLauncher
+
     try:
         launcher = instance.run_launcher
         return launcher.end_of_pod(run) if isinstance(launcher, PodLauncher) else None

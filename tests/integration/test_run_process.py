@@ -15,7 +15,8 @@ import pytest
 from dagster._utils.interrupts import capture_interrupts
 from dagster_k8s.job import get_job_name_from_run_id
 
-from resources.launcher import PodEnd, PodLauncher
+from resources.launcher import PodLauncher
+from resources.pod_end import PodEnd
 from resources.run_process import ENDED_TAG, PREEMPTED, run_process
 from sensors import starts
 from tests.fakes.kubernetes import Image, Node, running
