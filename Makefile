@@ -29,7 +29,8 @@ lint: setup  ## Linter, formatter, type checker, import contracts
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test: lint  ## Everything that `lint` checks, then all tests
+test: lint  ## Everything that `lint` checks, then all tests (they need Chromium: installed here by root on Debian)
+	@$(PYTHON) deploy/browser.py
 	$(BIN)/pytest
 
 format: setup  ## Format the code

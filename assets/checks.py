@@ -90,7 +90,7 @@ def chunk_evaluations(parts: Parts, batch_id: str) -> list[dg.AssetCheckEvaluati
 
 def now_on_time(parts: Parts, batch_id: str) -> Verdict:
     """Return whether a batch in progress will end before its deadline at the rate so far."""
-    pace = next((pace for pace in parts.ledger.desk.paces() if pace.batch_id == batch_id), None)
+    pace = parts.ledger.desk.pace(batch_id)
     risk = None if pace is None else risk_of(pace, parts.ledger.now())
     return Verdict(check=Check.ON_TIME, passed=risk is None, text=risk or "in time at the rate so far")
 

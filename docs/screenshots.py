@@ -7,7 +7,6 @@ Needs Chromium (Debian: apt-get install chromium). Takes about two minutes.
 
 from __future__ import annotations
 
-import shutil
 import sys
 import tempfile
 import time
@@ -20,25 +19,22 @@ from batch_pipeline.ledger import Ledger
 from batch_pipeline.ledger.records import Batch
 from batch_pipeline.settings import Settings
 from batch_pipeline.store import ObjectStore
+from deploy.browser import FLAGS, required
 from tests.fakes import desk
 
 IMAGES = Path(__file__).resolve().parent / "images"
-_OPTIONS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
 _SECONDS = 180.0
 _PAGE_MS = 60_000
 
 
 def main() -> int:
     """Take all pictures; return the exit status."""
-    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if browser is None:
-        print("no Chromium here: install it (Debian: apt-get install chromium)", file=sys.stderr)
-        return 1
+    browser = required()
     IMAGES.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, desk.stack(Path(folder), "--delay", "0.3") as (stack, settings, _, _):
         batches = _finished(settings)
         with sync_playwright() as playwright:
-            chromium = playwright.chromium.launch(executable_path=browser, args=_OPTIONS)
+            chromium = playwright.chromium.launch(executable_path=browser, args=list(FLAGS))
             page = chromium.new_page(viewport={"width": 1400, "height": 900})
             page.set_default_timeout(_PAGE_MS)
             _take(page, stack.addresses().dagster, batches)

@@ -49,15 +49,14 @@ class Service(dg.ConfigurableResource[Parts]):
     """The service's parts. `open` gives them; they are made once a process."""
 
     s3: dg.ResourceDependency[S3]
-    bucket: str
 
     def open(self) -> Parts:
         """Return the parts. Raises SettingsError or OperatorError with one clear line."""
         settings = configuration.load()
-        key = msgspec.json.encode((settings, self.bucket))
+        key = msgspec.json.encode(settings)
         with _opening:
             if key not in _opened:
-                store = ObjectStore(self.s3.get_client(), self.bucket)
+                store = ObjectStore(self.s3.get_client(), settings.store.bucket)
                 _opened[key] = Parts(settings, Ledger.from_settings(settings), store)
             return _opened[key]
 
@@ -75,4 +74,4 @@ def make_resources(settings: configuration.Settings) -> dict[str, dg.Configurabl
         aws_access_key_id=store.access_key_id,
         aws_secret_access_key=secret,
     )
-    return {"s3": s3, "service": Service(s3=s3, bucket=store.bucket)}
+    return {"s3": s3, "service": Service(s3=s3)}

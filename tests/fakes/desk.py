@@ -5,12 +5,18 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import dagster as dg
+import pytest
 
 from batch_pipeline import settings as configuration
+from batch_pipeline.embedded.dagster_services import dagster_services, prepare_home, webserver_url
 from batch_pipeline.embedded.ports import free_ports
+from batch_pipeline.embedded.processes import Service
+from batch_pipeline.embedded.seaweedfs import s3_service
 from batch_pipeline.embedded.stack import Stack
 from batch_pipeline.settings import Settings
 from tests.fakes.engine import RunningFake, running
@@ -19,7 +25,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 MODEL = "smollm2-135m"
 
 
-def config_text(engine_url: str) -> str:
+def config_text(engine_url: str, *, warm_seconds: float = 5.0) -> str:
     """Return the configuration of a stack with ports of its own, whose workers attach to a fake engine."""
     s3, web, code, api = free_ports(4)
     text = (REPOSITORY / "batch-pipeline.toml").read_text(encoding="utf-8")
@@ -28,7 +34,7 @@ def config_text(engine_url: str) -> str:
     return (
         f"{text}\n[embedded]\ns3_port = {s3}\ndagster_port = {web}\ncode_server_port = {code}\nserve_api = false\n"
         f"[api]\nport = {api}\n[intake]\nchunk_requests = 20\n"
-        "[worker]\nwarm_seconds = 5.0\npoll_seconds = 0.2\n"
+        f"[worker]\nwarm_seconds = {warm_seconds}\npoll_seconds = 0.2\n"
         "[scheduling]\nsensor_interval_seconds = 1\n[alarms]\nlook_seconds = 2\nprogress_seconds = 3.0\n"
     )
 
@@ -46,6 +52,48 @@ def stack(folder: Path, *engine_options: str) -> Iterator[tuple[Stack, Settings,
             yield started, settings, file, engine
         finally:
             started.down(lambda _: None)
+
+
+class Dagster(NamedTuple):
+    """Dagster as operators see it, without its daemon: nothing is launched by itself."""
+
+    settings: Settings
+    home: Path
+    url: str
+    daemon: Service
+    """Not started."""
+    engine: RunningFake
+
+
+@contextmanager
+def dagster(folder: Path, *, configuration_more: str = "", instance: str | None = None) -> Iterator[Dagster]:
+    """An object store, a fake engine, Dagster's code server and its webserver; everything is stopped at the end.
+
+    `configuration_more` is added to the configuration, and `instance` takes the place of dagster.yaml. This process has
+    the same configuration meanwhile, so that it may run assets by itself.
+    """
+    with ExitStack() as stack:
+        engine = stack.enter_context(running())
+        file = folder / "batch-pipeline.toml"
+        file.write_text(config_text(engine.url, warm_seconds=0.2) + configuration_more, encoding="utf-8")
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setenv(configuration.CONFIG_VARIABLE, str(file))
+        settings, home = configuration.load(file), folder / "dagster"
+        prepare_home(settings, home)
+        if instance is not None:
+            (home / "dagster.yaml").write_text(instance, encoding="utf-8")
+        # The tables are made here: two programs that start at once would both make them.
+        dg.DagsterInstance.from_config(str(home)).dispose()
+        environment = {configuration.CONFIG_VARIABLE: str(file)}
+        code_server, webserver, daemon = dagster_services(settings, home, folder, folder, environment=environment)
+        store = s3_service(settings.store, folder / "s3", folder, folder)
+        for service in (store, code_server, webserver, daemon):
+            stack.callback(service.stop)
+        for service in (store, code_server, webserver):
+            service.start()
+        for service in (store, code_server, webserver):
+            service.wait_ready()
+        yield Dagster(settings, home, webserver_url(settings), daemon, engine)
 
 
 def request_line(custom_id: str, content: str = "Say something.", **body: Any) -> bytes:

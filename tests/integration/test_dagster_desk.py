@@ -26,6 +26,7 @@ from sensors.alarms import raise_run_failed
 from sensors.progress import observations
 from tests.fakes.code_location import CodeLocation
 from tests.fakes.engine import running
+from tests.fakes.ledger_values import result_of
 
 ASSETS = ("uploads", "request_chunks", "chunk_results", "batch_results")
 MODEL = "smollm2-135m"
@@ -250,3 +251,49 @@ def test_failed_runs_are_alarms_and_a_single_lost_worker_is_none(desk: Desk) -> 
         failure = desk.instance.report_run_failed(run)
         desk.location.react("failed_runs", desk.instance.get_run_by_id(run.run_id), failure)
         assert len(desk.ledger.alarms.recent()) == expected
+
+
+def test_every_field_that_a_launch_can_set_is_explained(desk: Desk) -> None:
+    def unexplained(where: str, config: Any) -> list[str]:
+        fields = getattr(config, "fields", {})
+        found = [f"{where}.{name}" for name, field in fields.items() if not field.description]
+        return found + [
+            bad for name, field in fields.items() for bad in unexplained(f"{where}.{name}", field.config_type)
+        ]
+
+    seen = set()
+    for job in desk.location.repository.get_all_jobs():
+        for node in job.all_node_defs:
+            config = node.config_schema.as_field().config_type if isinstance(node, dg.OpDefinition) else None
+            assert unexplained(node.name, config) == []
+            seen.update({f"{node.name}.{name}" for name in getattr(config, "fields", {})})
+        service = job.resource_defs.get("service")
+        assert service is None or unexplained("service", service.config_schema.as_field().config_type) == []
+    assert {"chunk_results.run_again", "batch_results.rebuild", "tidy_up.dry_run"} <= seen
+    assert "run_chunks_smollm2_135m.batches" in seen
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [({"wait_minutes": 0}, "wait_minutes"), ({"priority": "high"}, "priority"), ({"run_agan": True}, "run_agan")],
+)
+def test_a_launch_with_a_wrong_value_says_which_field_and_changes_nothing(
+    desk: Desk, config: dict[str, Any], message: str
+) -> None:
+    batch_id = desk.take_in("waiting", line("a"))
+    before = desk.ledger.batches.get(batch_id)
+    with pytest.raises(Exception, match=message):
+        desk.location.launch("chunk_results", batch_id, **config)
+    assert desk.ledger.batches.get(batch_id) == before
+
+
+def test_only_results_of_the_named_version_run_again(desk: Desk) -> None:
+    batch_id = desk.take_in("two chunks", b"".join(line(f"q{i}") for i in range(8)))
+    first, _ = desk.ledger.chunks.lease("w", MODEL, 2)
+    desk.ledger.chunks.commit(first.ref, result_of(first))
+    anew = {"run_again": True, "wait_minutes": 0.0001}
+    for version, pending in (("another", 1), ("1", 2)):
+        with pytest.raises(TimeoutError, match="still open"):
+            desk.location.launch("chunk_results", batch_id, run_again_model_version=version, **anew)
+        (lane,) = desk.ledger.batches.lanes(batch_id)
+        assert lane.pending == pending, version

@@ -78,6 +78,19 @@ def test_a_batch_at_risk_is_told_once_and_once_more_when_it_has_ended(stepped: L
     assert stepped.desk.at_risk_and_over() == []
 
 
+def test_every_batch_in_progress_is_looked_at_however_many_there_are(
+    stepped: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("batch_pipeline.ledger.desk._PAGE", 2)
+    late = [submitted(stepped, f"late-{number}", window_seconds=7200).batch_id for number in range(3)]
+    soon = [submitted(stepped, f"soon-{number}", window_seconds=3600).batch_id for number in range(2)]
+    assert [pace.batch_id for pace in stepped.desk.paces()] == [*sorted(soon), *sorted(late)]
+    pace = stepped.desk.pace(late[1])
+    assert pace is not None
+    assert (pace.batch_id, pace.done, pace.total) == (late[1], 0, 10)
+    assert stepped.desk.pace("batch_unknown") is None
+
+
 def test_the_same_occurrence_is_one_alarm(stepped: Ledger) -> None:
     raise_alarm = stepped.alarms.raise_alarm
     assert raise_alarm(AlarmKind.RUN_FAILED, "run-1", "it failed")

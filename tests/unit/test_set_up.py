@@ -17,14 +17,35 @@ from packaging.version import Version
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("set_up_script", REPOSITORY / "deploy" / "setup.py")
+def loaded(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"{name}_script", REPOSITORY / "deploy" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture
+def script() -> ModuleType:
+    return loaded("setup")
+
+
+@pytest.fixture
+def browser(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
+    """The script, on a machine with an empty PATH, where no command is really run."""
+    module = loaded("browser")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv(module.VARIABLE, raising=False)
+    monkeypatch.setattr(module, "run", lambda command: pytest.fail(f"ran {command}"))
+    return module
+
+
+def program(folder: Path, name: str) -> str:
+    file = folder / name
+    file.write_text("#!/bin/sh\n", encoding="utf-8")
+    file.chmod(0o755)
+    return str(file)
 
 
 def pinned() -> dict[str, Version]:
@@ -116,3 +137,56 @@ def test_torch_comes_from_its_own_index_only_where_the_configured_one_lacks_it(
     assert "--index-url" not in plain
     [_, own] = installed(first_works=False)
     assert own[-2:] == ("--index-url", script.TORCH_CPU_INDEX)
+
+
+def test_the_browser_of_the_tests_is_the_one_that_is_named_or_the_first_on_the_path(
+    browser: ModuleType, tmp_path: Path
+) -> None:
+    assert browser.find({}) is None
+    chrome = program(tmp_path, "google-chrome")
+    assert browser.find({}) == chrome
+    chromium = program(tmp_path, "chromium")
+    assert browser.find({}) == chromium
+    assert browser.find({"CHROMIUM": chrome}) == chrome
+    assert browser.main() == 0
+
+
+def test_a_name_of_no_browser_is_one_line(
+    browser: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CHROMIUM", "/no/such/browser")
+    assert browser.main() == 1
+    assert capsys.readouterr().err == "browser: CHROMIUM names /no/such/browser, which is no program\n"
+
+
+def test_root_on_debian_gets_a_browser(browser: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[tuple[str, ...]] = []
+
+    def run(command: tuple[str, ...]) -> None:
+        ran.append(command)
+        if "install" in command:
+            program(tmp_path, "chromium")
+
+    program(tmp_path, "apt-get")
+    monkeypatch.setattr(browser, "run", run)
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    assert browser.main() == 0
+    assert ran == [("apt-get", "update"), ("apt-get", "install", "-y", "chromium")]
+    assert browser.main() == 0
+    assert len(ran) == 2, "it is there"
+
+
+def test_where_no_browser_can_be_installed_one_line_says_what_to_do(
+    browser: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program(tmp_path, "apt-get")
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    assert browser.main() == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("browser: no Chromium here: install it (Debian, as root: apt-get install chromium)")
+
+
+def test_an_install_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = loaded("browser")
+    with pytest.raises(module.BrowserError, match=r"`ls /no/such/folder` failed: .*No such file"):
+        module.run(("ls", "/no/such/folder"))
