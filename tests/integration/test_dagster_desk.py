@@ -273,22 +273,17 @@ def test_every_field_that_a_launch_can_set_is_explained(desk: Desk) -> None:
     assert "run_chunks_smollm2_135m.batches" in seen
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [({"wait_minutes": 0}, "wait_minutes"), ({"priority": "high"}, "priority"), ({"run_agan": True}, "run_agan")],
-)
-def test_a_launch_with_a_wrong_value_says_which_field_and_changes_nothing(
-    desk: Desk, config: dict[str, Any], message: str
-) -> None:
+def test_a_launch_with_a_wrong_value_says_which_field_and_changes_nothing(desk: Desk) -> None:
     batch_id = desk.take_in("waiting", line("a"))
     before = desk.ledger.batches.get(batch_id)
-    with pytest.raises(Exception, match=message):
-        desk.location.launch("chunk_results", batch_id, **config)
+    for field, value in (("wait_minutes", 0), ("priority", "high"), ("run_agan", True)):
+        with pytest.raises(Exception, match=field):
+            desk.location.launch("chunk_results", batch_id, **{field: value})
     assert desk.ledger.batches.get(batch_id) == before
 
 
 def test_only_results_of_the_named_version_run_again(desk: Desk) -> None:
-    batch_id = desk.take_in("two chunks", b"".join(line(f"q{i}") for i in range(8)))
+    batch_id = desk.take_in("two-chunks", b"".join(line(f"q{i}") for i in range(8)))
     first, _ = desk.ledger.chunks.lease("w", MODEL, 2)
     desk.ledger.chunks.commit(first.ref, result_of(first))
     anew = {"run_again": True, "wait_minutes": 0.0001}
