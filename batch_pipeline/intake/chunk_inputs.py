@@ -31,7 +31,7 @@ TWIN = "twin"
 
 Numbers = npt.NDArray[np.int64]
 
-_bodies = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_objects = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def chunk_input(rows: pa.Table, descriptor: int, endpoint: str) -> pa.Table:
@@ -48,7 +48,7 @@ def chunk_input(rows: pa.Table, descriptor: int, endpoint: str) -> pa.Table:
     columns = {
         "index": rows.column("index"),
         "custom_id": _custom_ids(rows, lines),
-        "body": _forwarded(rows, lines.parts(starts, lengths), endpoint),
+        "body": _bodies_of(rows, lines.parts(starts, lengths), endpoint),
         "prompt_tokens": rows.column("prompt_tokens"),
         "max_tokens": rows.column("max_tokens"),
         "same_as": _same_as(rows),
@@ -79,20 +79,21 @@ def _custom_ids(rows: pa.Table, lines: Lines) -> pa.Array:
     return pa.array(texts, type=pa.string())
 
 
-def _forwarded(rows: pa.Table, bodies: pa.Array, endpoint: str) -> pa.Array:
-    """Return the bodies without what must not reach an engine; all else stays as it was written."""
+def forwarded(body: bytes, endpoint: str) -> bytes:
+    """Return a body without what must not reach an engine; all else stays as it was written."""
+    fields = {name: value for name, value in _objects.decode(body).items() if name in FORWARDED[endpoint]}
+    return msgspec.json.encode(fields)
+
+
+def _bodies_of(rows: pa.Table, bodies: pa.Array, endpoint: str) -> pa.Array:
+    """Return the bodies as they are forwarded."""
     rewrite = rows.column("rewrite").to_numpy()
     if not rewrite.any():
         return bodies
-    fields = FORWARDED[endpoint]
     made = bodies.to_pylist()
     for row in np.flatnonzero(rewrite).tolist():
-        made[row] = _without_others(made[row], fields)
+        made[row] = forwarded(made[row], endpoint)
     return pa.array(made, type=pa.binary())
-
-
-def _without_others(body: bytes, fields: frozenset[str]) -> bytes:
-    return msgspec.json.encode({name: value for name, value in _bodies.decode(body).items() if name in fields})
 
 
 def _numbers(rows: pa.Table, name: str) -> Numbers:

@@ -8,6 +8,7 @@ what is meant is bounded: repetitions count as often as they repeat.
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -48,7 +49,9 @@ def _size_problem(raw: bytes) -> str | None:
     return None
 
 
+@lru_cache(maxsize=64)
 def _meaning_problem(field: str, raw: bytes) -> str | None:
+    """Remembers the last few, of MAX_BYTES at most: a file often has the same schema in every line."""
     try:
         value = msgspec.json.decode(raw)
         states = _states(field.removeprefix("guided_"), value)

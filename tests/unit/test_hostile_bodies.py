@@ -15,7 +15,7 @@ from batch_pipeline.errors import SettingsError
 from batch_pipeline.intake import grammars
 from batch_pipeline.intake.blocks import Block
 from batch_pipeline.intake.bodies import FORWARDED
-from batch_pipeline.intake.chunks import _forwarded
+from batch_pipeline.intake.chunk_inputs import forwarded
 from batch_pipeline.intake.fields import REFUSED, STATEFUL
 from batch_pipeline.intake.problems import LineProblem
 from batch_pipeline.intake.rows import Request
@@ -77,7 +77,7 @@ def sent(body: dict[str, Any], settings: Settings, endpoint: str = CHAT) -> dict
     raw = json.dumps({**BODIES[endpoint], **body}).encode()
     found = check(raw, settings, endpoint)
     assert isinstance(found, Request), found
-    decoded: dict[str, Any] = json.loads(_forwarded(raw, endpoint) if found.rewrite else raw)
+    decoded: dict[str, Any] = json.loads(forwarded(raw, endpoint) if found.rewrite else raw)
     return decoded
 
 
@@ -165,7 +165,7 @@ def test_a_field_that_is_refused_cannot_be_hidden(settings: Settings) -> None:
     found = check(start + b',"prio\\u0072ity":-5}', settings)
     assert isinstance(found, Request)
     assert found.rewrite
-    assert json.loads(_forwarded(start + b',"prio\\u0072ity":-5}', CHAT)) == BODIES[CHAT]
+    assert json.loads(forwarded(start + b',"prio\\u0072ity":-5}', CHAT)) == BODIES[CHAT]
 
 
 def test_embeddings_take_texts_and_no_conversations(settings: Settings) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from batch_pipeline.intake import block_check, plain
+from batch_pipeline.intake import block_check, grammars, plain
 from batch_pipeline.intake.blocks import Block
 from batch_pipeline.intake.rules import Rules
 from batch_pipeline.settings import Settings
@@ -140,3 +140,16 @@ def test_plain_lines_are_decoded_twice_and_never_looked_at_alone(
     assert len(checked.requests.array) == 50
     assert (len(decoded), alone) == (100, [])
     assert sum(decoded) < 2 * sum(map(len, own))
+
+
+def test_a_schema_that_every_line_has_is_looked_through_once(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object", "title": "once"}}}
+    own = file_of([request_line(number, response_format=schema) for number in range(50)])
+    looked: list[str] = []
+    states = grammars._states
+    monkeypatch.setattr(grammars, "_states", lambda name, value: looked.append(name) or states(name, value))
+    checked = block_check.check_block(Block(0, 0, own), Rules(settings, CHAT))
+    assert len(checked.requests.array) == 50
+    assert looked.count("response_format") == 1
