@@ -15,21 +15,21 @@ from batch_pipeline.settings import Settings
 from batch_pipeline.store import ObjectStore
 from tests.fakes.ledger_values import MODEL, finish, new_batch, result_of, submitted
 
-_TO_KNOW_THE_TIME = 1
-_OF_BATCHES = _TO_KNOW_THE_TIME + 1
-_OF_SURROUNDINGS = _TO_KNOW_THE_TIME + 2
+_OF_BATCHES = 1
+_OF_SURROUNDINGS = 2
 """Notices, and workers."""
 
 
 @pytest.fixture
 def statements(ledger: Ledger) -> Iterator[Callable[[Callable[[], object]], int]]:
-    """Counts the statements that a function sends to the ledger."""
+    """Counts the statements that a function sends to the ledger, without those that begin a transaction and ask for
+    the time: on Postgres they are one round trip that is not seen here.
+    """
     sent: list[str] = []
     engine = ledger._database.engine
 
     def note(*seen: object) -> None:
-        # SQLite's driver is told by hand where a transaction begins.
-        if not str(seen[2]).startswith("BEGIN"):
+        if not str(seen[2]).startswith("BEGIN") and "julianday" not in str(seen[2]):
             sent.append(str(seen[2]))
 
     def count(do: Callable[[], object]) -> int:
