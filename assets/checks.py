@@ -15,6 +15,7 @@ from batch_pipeline.alarms import workerless
 from batch_pipeline.ledger.records import BatchStatus
 from batch_pipeline.results import demand
 from batch_pipeline.results.checks import MEANING, Check, Verdict, chunk_verdicts, intake_verdicts
+from batch_pipeline.results.forecast import outlook
 from batch_pipeline.scheduling.risk import risk_of
 from resources import Parts, Service
 
@@ -89,10 +90,14 @@ def chunk_evaluations(parts: Parts, batch_id: str) -> list[dg.AssetCheckEvaluati
 
 
 def now_on_time(parts: Parts, batch_id: str) -> Verdict:
-    """Return whether a batch in progress will end before its deadline at the rate so far."""
+    """Return whether a batch in progress will end before its deadline, as the queue is."""
     pace = parts.ledger.desk.pace(batch_id)
-    risk = None if pace is None else risk_of(pace, parts.ledger.now())
-    return Verdict(check=Check.ON_TIME, passed=risk is None, text=risk or "in time at the rate so far")
+    risk = None
+    if pace is not None:
+        now = parts.ledger.now()
+        expected = outlook(batch_id, pace.models, now, ledger=parts.ledger, settings=parts.settings)
+        risk = risk_of(pace, expected, now)
+    return Verdict(check=Check.ON_TIME, passed=risk is None, text=risk or "in time, as far as is known")
 
 
 def evaluation(asset: dg.AssetKey, batch_id: str, verdict: Verdict) -> dg.AssetCheckEvaluation:

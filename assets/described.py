@@ -31,6 +31,7 @@ def progress_metadata(view: BatchView) -> dict[str, Any]:
         else "no requests",
         **({"waiting_for": status.reason} if status.reason else {}),
         **_moment("estimated_finish", status.estimated_finish_at),
+        **({"warning": status.warning} if status.warning else {}),
         **_moment("deadline", float(status.expires_at)),
         "requests_total": counts.total,
         "requests_completed": counts.completed,
@@ -46,6 +47,7 @@ def progress_metadata(view: BatchView) -> dict[str, Any]:
         "output_tokens_per_second": view.pace.output_tokens_per_second,
         "seconds_until_first_chunk": view.pace.seconds_until_first_chunk,
         "seconds_running": view.pace.seconds_running,
+        **{f"estimate_error_{made}": round(error, 4) for made, error in view.estimate_errors.items()},
     }
     return {name: value for name, value in shown.items() if value is not None}
 

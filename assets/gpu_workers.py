@@ -26,6 +26,10 @@ WORKER_STAGE = "worker"
 """What Dagster's tag_concurrency_limits count: no more workers at once than there are GPUs."""
 
 
+DEDICATED_TAG = "batch_pipeline/dedicated_to"
+"""Of a worker's run that the sensor has launched for one batch alone: its id."""
+
+
 class WorkerConfig(dg.Config):
     """What an operator may say when launching a worker."""
 
@@ -40,11 +44,22 @@ def pool_name(model_name: str) -> str:
     return model_name
 
 
+def _op_name(model_name: str) -> str:
+    # A job and its op may not share a name.
+    return job_name(model_name).replace("gpu_worker", "run_chunks", 1)
+
+
+def dedicated_request(model_name: str, batch_id: str) -> dg.RunRequest:
+    """Return the request of a worker that serves one batch alone."""
+    config = {"ops": {_op_name(model_name): {"config": {"batches": [batch_id]}}}}
+    return dg.RunRequest(job_name=job_name(model_name), run_config=config, tags={DEDICATED_TAG: batch_id})
+
+
 def gpu_worker_job(model_name: str, model: Model, worker_settings: Worker) -> dg.JobDefinition:
     """Return the job of a model's workers."""
 
     @dg.op(
-        name=job_name(model_name).replace("gpu_worker", "run_chunks", 1),  # a job and its op may not share a name
+        name=_op_name(model_name),
         pool=pool_name(model_name),
         description=f"Run chunks on {model_name} until there is no work, or the worker is told to leave.",
         out=dg.Out(dg.Nothing),

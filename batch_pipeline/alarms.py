@@ -19,8 +19,10 @@ from batch_pipeline.ledger import Ledger
 from batch_pipeline.ledger.alarms import Alarm, AlarmKind, Message
 from batch_pipeline.ledger.records import WorkerState
 from batch_pipeline.plain import one_line
+from batch_pipeline.results.forecast import outlook
+from batch_pipeline.scheduling import accuracy
 from batch_pipeline.scheduling.risk import duration, risk_of
-from batch_pipeline.settings import Alarms
+from batch_pipeline.settings import Alarms, Settings
 from batch_pipeline.wire import webhooks
 
 _LEASE_MARGIN_SECONDS = 30.0
@@ -84,8 +86,9 @@ def look_at_models(ledger: Ledger, since: dict[str, float], alone: list[str], se
     return kept
 
 
-def look_at_risks(ledger: Ledger, most: int = 50) -> list[RiskChange]:
-    """Raise and resolve the alarms of batches at risk; returns what has changed since the last look, to be shown.
+def look_at_risks(ledger: Ledger, settings: Settings, most: int = 50) -> list[RiskChange]:
+    """Raise and resolve the alarms of batches at risk; returns what has changed since the last look, to be shown. And
+    keep the estimates of their finish that are due, to be judged at their end.
 
     Killed between the note of a change and its show: it is not shown, but its alarm is raised: that comes first.
     """
@@ -94,7 +97,11 @@ def look_at_risks(ledger: Ledger, most: int = 50) -> list[RiskChange]:
     for pace in ledger.desk.paces():
         if len(changes) == most:
             break
-        risk = risk_of(pace, now)
+        expected = outlook(pace.batch_id, pace.models, now, ledger=ledger, settings=settings)
+        milestones = accuracy.due(pace.done, pace.total, pace.kept)
+        if milestones and expected.finish_at is not None:
+            ledger.desk.keep_estimate(pace.batch_id, milestones, expected.finish_at)
+        risk = risk_of(pace, expected, now)
         if (risk is not None) == (pace.at_risk_at is not None):
             continue
         if risk is None:

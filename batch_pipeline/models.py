@@ -89,6 +89,10 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
     calibrate: bool = False
     """Whether a worker that finds no calibration for its kind of machine makes one while it works."""
+    tokens_per_second: float | None = None
+    """What one worker does, prompt and answer together, for estimates until a worker has measured it. Unset: until then
+    none are given.
+    """
     max_choices: int = 16
     """Largest `n` of a request; vLLM takes thousands and is busy with one of them for half a minute."""
     default_output_tokens: int = 256

@@ -143,6 +143,10 @@ class Scheduling(_Section, frozen=True):
     """A batch is at risk when it may wait no longer than this, by the measured speed of its model's workers."""
     at_risk_share: float = 0.25
     """Share of a model's service that batches at risk may have ahead of other customers' turns."""
+    dedicated_workers_at_most: int = 0
+    """Workers, of all models together, that may be launched for batches alone that would else end after their deadline.
+    What they serve is beyond `at_risk_share`.
+    """
     loading_seconds: float = 120.0
     """What loading a model takes, until it was measured."""
     turn: float = 10.0
@@ -334,6 +338,10 @@ def load(path: Path | None = None, environment: Mapping[str, str] | None = None)
     return _absolute(settings, file.parent.resolve())
 
 
+MAY_BE_NONE = frozenset({"dedicated_workers_at_most"})
+"""Numbers that may be 0; all others of these sections are above it."""
+
+
 def check(settings: Settings) -> list[str]:
     """Return what is wrong with values that are each of the right type; one sentence each, naming the field."""
     problems = []
@@ -351,6 +359,8 @@ def check(settings: Settings) -> list[str]:
     ):
         for field in section.__struct_fields__:
             value = getattr(section, field)
+            if field in MAY_BE_NONE and value == 0:
+                continue
             # Not `value <= 0`: TOML has a nan, and an inf.
             if isinstance(value, int | float) and not isinstance(value, bool) and not 0 < value < math.inf:
                 problems.append(f"{type(section).__name__.lower()}.{field} must be above 0, not {value}")
@@ -470,6 +480,8 @@ def _check_model(name: str, model: Model) -> list[str]:
         problems.append(
             f"{where}.calibrate is for models without max_in_flight, whose engine live traffic does not share"
         )
+    if model.tokens_per_second is not None and not 0 < model.tokens_per_second < math.inf:
+        problems.append(f"{where}.tokens_per_second must be above 0")
     if not model.endpoints:
         problems.append(f"{where}.endpoints is empty: name at least one of {', '.join(ENDPOINTS)}")
     problems += [

@@ -91,7 +91,7 @@ def alarms_sensor(settings: Settings) -> dg.SensorDefinition:
                 change.batch_id,
                 Verdict(check=Check.ON_TIME, passed=change.on_time, text=change.text),
             )
-            for change in alarms.look_at_risks(parts.ledger)
+            for change in alarms.look_at_risks(parts.ledger, parts.settings)
         ]
         seen, of_models = _look_at_models(parts, _seen(context.cursor))
         started = time.monotonic()

@@ -1,5 +1,6 @@
 """Launches GPU workers where there is backlog, and keeps the pools' limits equal to the catalogue's."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import NamedTuple
@@ -7,10 +8,12 @@ from typing import NamedTuple
 import dagster as dg
 import msgspec
 
-from assets.gpu_workers import pool_name
+from assets.gpu_workers import DEDICATED_TAG, dedicated_request, pool_name
 from batch_pipeline.ledger import Ledger, notices
 from batch_pipeline.ledger.records import WorkerState
 from batch_pipeline.live_load import LiveLoad
+from batch_pipeline.results.forecast import late_batches
+from batch_pipeline.scheduling.dedicated import Bounds, dedications
 from batch_pipeline.scheduling.placement import Backlog, Capacity, Launch, plan_workers
 from batch_pipeline.scheduling.switching import Cluster, Holder, Rules, departures
 from batch_pipeline.settings import Settings
@@ -68,6 +71,7 @@ def gpu_worker_sensor(settings: Settings, jobs: Mapping[str, dg.JobDefinition]) 
         requests = [
             dg.RunRequest(job_name=jobs[launch.model].name) for launch in look.launches for _ in range(launch.workers)
         ]
+        requests += _for_single_batches(parts.ledger, settings, look)
         if requests:
             return dg.SensorResult(run_requests=requests, cursor=cursor)
         waiting = f"; pausing after failed starts: {', '.join(sorted(look.pausing))}" if look.pausing else ""
@@ -75,6 +79,33 @@ def gpu_worker_sensor(settings: Settings, jobs: Mapping[str, dg.JobDefinition]) 
         return dg.SensorResult(skip_reason=skipped, cursor=cursor)
 
     return gpu_workers
+
+
+def _for_single_batches(ledger: Ledger, settings: Settings, look: _Look) -> list[dg.RunRequest]:
+    """Return the requests of workers for batches that would end too late, out of what the others leave.
+
+    Their runs are known by a tag: killed before they are submitted, the next tick asks for them again.
+    """
+    most = settings.scheduling.dedicated_workers_at_most
+    if not most:
+        return []
+    launching = {launch.model: launch.workers for launch in look.launches}
+    capacities = [
+        msgspec.structs.replace(capacity, workers=capacity.workers + launching.get(capacity.model, 0))
+        for capacity in look.capacities
+    ]
+    held = sum(capacity.workers * capacity.gpus_per_worker for capacity in capacities)
+    models = [backlog.model for backlog in look.backlogs if backlog.model not in look.pausing]
+    tags = [record.dagster_run.tags for records in look.runs.values() for record in records]
+    now = ledger.now()
+    made = dedications(
+        late_batches(models, now, ledger=ledger, settings=settings),
+        Counter(tag[DEDICATED_TAG] for tag in tags if DEDICATED_TAG in tag),
+        capacities,
+        Bounds(most=most, free_gpus=max(look.gpus - held, 0)),
+        now,
+    )
+    return [dedicated_request(one.model, one.batch_id) for one in made for _ in range(one.workers)]
 
 
 def keep_pool_limits(instance: dg.DagsterInstance, settings: Settings) -> None:

@@ -11,10 +11,11 @@ import logging
 import secrets
 import time
 from collections.abc import Iterable, Iterator
+from itertools import accumulate
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from sqlalchemy.exc import SQLAlchemyError
@@ -25,6 +26,7 @@ from batch_pipeline.api.services import Shared
 from batch_pipeline.ledger import Ledger, tallies
 from batch_pipeline.ledger.gauges import Gauges
 from batch_pipeline.ledger.records import BatchStatus
+from batch_pipeline.scheduling.accuracy import ERROR_BOUNDS, Milestone
 
 router = APIRouter(tags=["operators"])
 _METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
@@ -93,6 +95,19 @@ def _now(gauges: Gauges) -> Iterator[Metric]:
     )
 
 
+def _estimate_errors(totals: dict[str, int]) -> Metric:
+    errors = HistogramMetricFamily(
+        "batch_pipeline_estimate_error",
+        "Of completed batches: by which share of the time that was left the estimate of their finish was off.",
+        labels=["made"],
+    )
+    for milestone in Milestone:
+        counts = [totals.get(f"{tallies.ESTIMATES}{milestone}.{n}", 0) for n in range(len(ERROR_BOUNDS) + 1)]
+        up_to = zip([*map(str, ERROR_BOUNDS), "+Inf"], accumulate(counts), strict=True)
+        errors.add_metric([str(milestone)], [(bound, count) for bound, count in up_to], sum_value=None)
+    return errors
+
+
 def _since_the_beginning(totals: dict[str, int]) -> Iterator[Metric]:
     ended = CounterMetricFamily("batch_pipeline_batches_ended", "Batches with a final status.", labels=["status"])
     for status in BatchStatus:
@@ -116,6 +131,7 @@ def _since_the_beginning(totals: dict[str, int]) -> Iterator[Metric]:
         "Leases that ran out because their worker was not heard of.",
         totals.get(tallies.LEASES_EXPIRED, 0),
     )
+    yield _estimate_errors(totals)
 
 
 class Counting:

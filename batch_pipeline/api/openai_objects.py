@@ -216,7 +216,10 @@ class BatchObject(BaseModel):
     metadata: dict[str, str] | None
 
     reason: Annotated[str | None, Field(description="Ours: what it waits for; null after the end.")]
-    estimated_finish_at: Annotated[float | None, Field(description="Ours: Unix seconds, once there is a rate.")]
+    estimated_finish_at: Annotated[
+        float | None, Field(description="Ours: Unix seconds, as the queue is; null if not known.")
+    ]
+    warning: Annotated[str | None, Field(description="Ours: why it cannot be in time; null if it can.")]
     counts: Counts
     customer: Annotated[str, Field(description="Ours: whose it is.")]
     name: Annotated[str, Field(description="Ours: its folder in the outbox.")]

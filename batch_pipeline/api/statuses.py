@@ -9,7 +9,7 @@ from batch_pipeline.api.openai_objects import BatchObject, batch_object
 from batch_pipeline.ledger import Ledger
 from batch_pipeline.ledger.moments import Moment
 from batch_pipeline.ledger.surroundings import Surroundings
-from batch_pipeline.results.status import status_at
+from batch_pipeline.results.status import StatusDocument, expected_of, status_at
 from batch_pipeline.settings import Settings
 
 
@@ -44,7 +44,11 @@ class Statuses:
         open_ones = [moment.batch for moment in seen if not moment.batch.status.is_final]
         models = {model for batch in open_ones for model in batch.models}
         surroundings = self._ledger.surroundings.of_models(models) if open_ones else Surroundings()
-        return [batch_object(moment.batch, status_at(moment, surroundings, self._settings)) for moment in seen]
+        return [batch_object(moment.batch, self._document(moment, surroundings)) for moment in seen]
+
+    def _document(self, moment: Moment, surroundings: Surroundings) -> StatusDocument:
+        expected = expected_of(moment, self._ledger, self._settings)
+        return status_at(moment, surroundings, expected, self._settings)
 
 
 def _is_of(customer: str, moment: Moment | None) -> bool:

@@ -119,6 +119,8 @@ def words(document: StatusDocument, rate: float | None) -> str:
         parts.append(f"{rate:.2g} requests/s")
     if document.estimated_finish_at is not None and document.status == _RUNNING:
         parts.append(f"done in about {duration(document.estimated_finish_at - document.as_of)}")
+    if document.warning is not None:
+        parts.append(document.warning)
     return ", ".join(parts)
 
 

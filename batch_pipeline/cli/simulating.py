@@ -18,7 +18,7 @@ from batch_pipeline.wire import codes
 if TYPE_CHECKING:
     from batch_pipeline.simulate import Report, Workload
     from batch_pipeline.simulate.capacity import Arithmetic, CapacityPlan, Trial
-    from batch_pipeline.simulate.report import Group
+    from batch_pipeline.simulate.report import EstimateErrors, Group
 
 _MOST_CUSTOMERS = 12
 _file = click.argument("workload", type=click.Path(path_type=Path, dir_okay=False))
@@ -74,6 +74,7 @@ def simulate(
         print_json(reports)
         return
     _show_policies(app.console, reports)
+    _show_estimates(app.console, reports[0].estimates)
     _show_groups(app.console, "by size, " + reports[0].policy, reports[0].by_size)
     customers = sorted(reports[0].by_customer, key=lambda group: (group.met / group.batches, -group.requests))
     if len(customers) > _MOST_CUSTOMERS:
@@ -154,6 +155,16 @@ def _show_policies(console: Console, reports: list[Report]) -> None:
             seconds(report.by_size[0].wait_seconds.p95 if report.by_size else None),
             "yes" if report.live.is_budget_kept else "NO",
         )
+    console.print(table)
+
+
+def _show_estimates(console: Console, estimates: list[EstimateErrors]) -> None:
+    if not estimates:
+        return
+    table = Table("finish estimated", "batches", "error p50", "p95", box=None, pad_edge=False)
+    for errors in estimates:
+        table.add_row(errors.made, f"{errors.batches:,}", f"{errors.p50:.0%}", f"{errors.p95:.0%}")
+    console.print()
     console.print(table)
 
 

@@ -6,14 +6,18 @@ is a transition: the batch's revision stays as it is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import msgspec
 import sqlalchemy as sa
 
+from batch_pipeline.ledger import rows
 from batch_pipeline.ledger.database import Database
 from batch_pipeline.ledger.records import BatchStatus
 from batch_pipeline.ledger.schema import batches, is_at_risk, is_open, lanes
+from batch_pipeline.ledger.transitions import lock_batch
+from batch_pipeline.scheduling.accuracy import Kept, Milestone
 from batch_pipeline.scheduling.risk import Pace
 
 STEPS = 20
@@ -43,6 +47,10 @@ _RUNNING = (
     batches.c.outcome.is_(None),
     batches.c.in_progress_at.is_not(None),
 )
+
+
+def _kept(text: str | None) -> dict[Milestone, Kept]:
+    return {} if text is None else msgspec.json.decode(text, type=dict[Milestone, Kept])
 
 
 class Desk:
@@ -109,6 +117,8 @@ class Desk:
                 batches.c.batch_id,
                 batches.c.customer,
                 batches.c.name,
+                batches.c.models,
+                batches.c.estimates,
                 batches.c.in_progress_at,
                 batches.c.deadline_at,
                 batches.c.at_risk_at,
@@ -127,14 +137,38 @@ class Desk:
                     batch_id=row.batch_id,
                     customer=row.customer,
                     name=row.name,
+                    models=msgspec.json.decode(row.models, type=list[str]),
                     started_at=row.in_progress_at,
                     deadline_at=row.deadline_at,
                     done=int(row.done),
                     total=int(row.requests),
                     at_risk_at=row.at_risk_at,
+                    kept=_kept(row.estimates),
                 )
                 for row in tx.connection.execute(query)
             ]
+
+    def estimates(self, batch_id: str) -> dict[Milestone, Kept]:
+        """Return the estimates of a batch's finish that were kept; none where there is no such batch."""
+        query = sa.select(batches.c.estimates).where(batches.c.batch_id == batch_id)
+        with self._database.read() as tx:
+            return _kept(tx.connection.execute(query).scalar_one_or_none())
+
+    def keep_estimate(self, batch_id: str, milestones: Sequence[Milestone], finish_at: float) -> None:
+        """Keep what is estimated now for these milestones; those that have one keep it.
+
+        Killed before its commit nothing is kept, and the next look does it; after it all is. Once the batch's chunks
+        have stopped, nothing is kept any more.
+        """
+        with self._database.write() as tx:
+            batch = lock_batch(tx, batch_id)
+            if batch is None or batch.status != BatchStatus.IN_PROGRESS:
+                return
+            now = Kept(made_at=tx.now, finish_at=finish_at)
+            kept = {**dict.fromkeys(milestones, now), **_kept(batch.estimates)}
+            tx.connection.execute(
+                batches.update().where(batches.c.batch_id == batch_id).values(estimates=rows.json(kept))
+            )
 
     def note_risk(self, batch_id: str, *, at_risk: bool) -> bool:
         """Note that a batch is at risk, or is so no longer; False where that was noted already."""

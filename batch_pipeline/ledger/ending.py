@@ -16,6 +16,7 @@ from batch_pipeline.ledger.schema import lanes, service
 from batch_pipeline.ledger.transitions import update_batch
 from batch_pipeline.ledger.usage import Charge, charge
 from batch_pipeline.ledger.webhooks import queue_deliveries
+from batch_pipeline.scheduling.accuracy import Kept, Milestone, error_class, relative_error
 from batch_pipeline.scheduling.estimates import Used, remembered
 
 
@@ -81,4 +82,20 @@ def _counted(batch: Any, files: records.FinalFiles) -> dict[str, int]:
         f"{tallies.TOKENS}input": files.input_tokens,
         f"{tallies.TOKENS}cached": files.cached_tokens,
         f"{tallies.TOKENS}output": files.output_tokens,
+        **_judged(batch),
+    }
+
+
+def _judged(batch: Any) -> dict[str, int]:
+    """Return the classes of the errors of a batch's estimates; of one that was cancelled or expired nobody knows when
+    it would have been done.
+    """
+    if batch.outcome != BatchStatus.COMPLETED or batch.estimates is None:
+        return {}
+    kept = msgspec.json.decode(batch.estimates, type=dict[Milestone, Kept])
+    errors = {milestone: relative_error(one, batch.finalizing_at) for milestone, one in kept.items()}
+    return {
+        f"{tallies.ESTIMATES}{milestone}.{error_class(error)}": 1
+        for milestone, error in errors.items()
+        if error is not None
     }

@@ -172,8 +172,8 @@ def _write_credit(tx: Transaction, model: str, credit: float) -> None:
     tx.connection.execute(out_of_turn.update().where(out_of_turn.c.model == model).values(credit=credit, at=tx.now))
 
 
-def _ratio(row: Any) -> float:
-    """Return how many tokens a batch's requests will use for each estimated one."""
+def usage_ratio_in(row: Any) -> float:
+    """Return how many tokens a batch's requests will use for each estimated one, by its lane and its history."""
     finished = Used()
     if row.tokens and row.requests:
         finished = Used(estimated=row.tokens * row.done / row.requests, real=float(row.used))
@@ -188,7 +188,7 @@ def _waiting(tx: Transaction, wanted: queue.Wanted, only: Sequence[str] | None, 
         rows_found = queue.in_turn(tx, wanted)
         if rows_found and policy.most_tokens > 0:
             rows_found += queue.at_risk(tx, wanted)
-    return {row.batch_id: _found(row, _ratio(row)) for row in rows_found}
+    return {row.batch_id: _found(row, usage_ratio_in(row)) for row in rows_found}
 
 
 def _left(

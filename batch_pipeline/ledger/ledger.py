@@ -17,6 +17,7 @@ from batch_pipeline.ledger.leasing import Policy
 from batch_pipeline.ledger.message_batches import MessageBatches
 from batch_pipeline.ledger.moments import Moments
 from batch_pipeline.ledger.notices import Notices
+from batch_pipeline.ledger.model_queues import Queues
 from batch_pipeline.ledger.quotas import Quotas
 from batch_pipeline.ledger.retention import Retention
 from batch_pipeline.ledger.schema import batches, is_open, lanes
@@ -56,6 +57,7 @@ class Ledger:
         self.message_batches = MessageBatches(database)
         self.desk = Desk(database)
         self.alarms = Alarms(database)
+        self.queues = Queues(database)
 
     @classmethod
     def open(

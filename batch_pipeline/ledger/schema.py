@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 """`upgrade` brings older tables to it."""
 
 metadata = sa.MetaData()
@@ -105,6 +105,7 @@ batches = sa.Table(
     ),
     sa.Column("observed_at", sa.Double, comment="When that was"),
     sa.Column("at_risk_at", sa.Double, comment="Since when it is said to miss its deadline; null where it is not"),
+    sa.Column("estimates", sa.Text, comment="Estimates of its finish that are kept to be judged, by their milestone"),
 )
 is_open = batches.c.status.in_(
     [sa.literal_column(f"'{status}'") for status in ("validating", "in_progress", "finalizing", "cancelling")]

@@ -18,6 +18,9 @@ REQUESTS = "requests."
 TOKENS = "tokens."
 """With input, cached or output behind it: of batches that have ended."""
 
+ESTIMATES = "estimates."
+"""With a milestone and the class of the error behind it (`accuracy`): of batches that were completed."""
+
 
 def count(tx: Transaction, more: Mapping[str, int]) -> None:
     """Add to totals, in the transaction of what is counted. To be called last: everybody wants these rows."""

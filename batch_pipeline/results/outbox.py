@@ -29,6 +29,7 @@ from batch_pipeline.results.status import (
     StatusDocument,
     batch_object,
     current_status,
+    expected_of,
     status_at,
 )
 from batch_pipeline.settings import Settings
@@ -149,7 +150,8 @@ def publish_due(
     written = 0
     broken: list[str] = []
     for moment, shown in page:
-        if _word(status_at(moment, surroundings, settings)) == shown:
+        expected = expected_of(moment, ledger, settings)
+        if _word(status_at(moment, surroundings, expected, settings)) == shown:
             continue
         batch_id = moment.batch.batch_id
         try:
@@ -335,7 +337,9 @@ def _word(document: StatusDocument) -> str:
     """What the ledger notes of a published status: another word means that the outbox is behind."""
     if document.is_final:
         return SHOWN_END
-    return f"{document.revision}.{document.progress} {document.reason or ''}"
+    # Whether there is an estimate and a warning; what they are changes all the time.
+    marks = f"{'e' if document.estimated_finish_at is not None else ''}{'w' if document.warning is not None else ''}"
+    return f"{document.revision}.{document.progress}{marks} {document.reason or ''}"
 
 
 __all__ = [

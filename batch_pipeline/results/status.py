@@ -16,8 +16,10 @@ from batch_pipeline.ledger.records import Batch, BatchError, BatchStatus, Lane
 from batch_pipeline.ledger.surroundings import Surroundings
 from batch_pipeline.ledger.usage import total_cost
 from batch_pipeline.plain import printable
+from batch_pipeline.results.forecast import outlook
 from batch_pipeline.results.manifest import Counts, Usage
-from batch_pipeline.scheduling.explain import LaneView, Situation, WorkerView, estimate_finish, explain, is_served
+from batch_pipeline.scheduling.explain import LaneView, Situation, WorkerView, explain
+from batch_pipeline.scheduling.risk import Outlook
 from batch_pipeline.settings import Settings
 from batch_pipeline.store import keys
 
@@ -105,6 +107,9 @@ class StatusDocument(msgspec.Struct, frozen=True, kw_only=True):
     reason: str | None
     """What the batch is waiting for; null after the end."""
     estimated_finish_at: float | None
+    """When its last request is expected to end, in the queue as it is; null where that is not known."""
+    warning: str | None
+    """That it cannot be in time, and why; what is done at the deadline is given out then."""
     cost: Decimal | None
     """Of the tokens so far, in US dollars at the batch price; of a final batch what it is charged. Null where the
     catalogue has lost a model.
@@ -134,11 +139,22 @@ def current_status(batch_id: str, *, ledger: Ledger, settings: Settings, folder:
     moment = ledger.moments.of(batch_id)
     waits = not moment.batch.status.is_final
     surroundings = ledger.surroundings.of_models(moment.batch.models) if waits else Surroundings()
-    return status_at(moment, surroundings, settings, folder=folder)
+    return status_at(moment, surroundings, expected_of(moment, ledger, settings), settings, folder=folder)
+
+
+def expected_of(moment: Moment, ledger: Ledger, settings: Settings) -> Outlook:
+    """Return what was expected of a batch at a moment; nothing of one that is not in progress or is to stop.
+
+    Reads the queues of its models where the last look at them is some seconds old.
+    """
+    batch = moment.batch
+    if batch.status != BatchStatus.IN_PROGRESS or batch.outcome is not None:
+        return Outlook()
+    return outlook(batch.batch_id, batch.models, moment.now, ledger=ledger, settings=settings)
 
 
 def status_at(
-    moment: Moment, surroundings: Surroundings, settings: Settings, *, folder: str | None = None
+    moment: Moment, surroundings: Surroundings, expected: Outlook, settings: Settings, *, folder: str | None = None
 ) -> StatusDocument:
     """Return the status of a batch as it was at a moment, with what it waited for in its surroundings."""
     batch, lanes, charges, as_of = moment
@@ -146,22 +162,15 @@ def status_at(
     reason = explain(situation)
     # A worker's detail may repeat what an engine has said or logged.
     reason = None if reason is None else printable(reason, kept="")
-    finish = estimate_finish(
-        now=as_of,
-        started_at=batch.in_progress_at,
-        done=sum(lane.completed + lane.failed for lane in lanes),
-        total=batch.total - batch.invalid,
-    )
-    estimate = finish if not batch.status.is_final and is_served(situation) else None
     cost = total_cost(charges) if charges else _cost(lanes, settings)
-    return batch_object(batch, lanes, reason, estimate, cost=cost, as_of=as_of, folder=folder or batch.name)
+    return batch_object(batch, lanes, reason, expected, cost=cost, as_of=as_of, folder=folder or batch.name)
 
 
 def batch_object(
     batch: Batch,
     lanes: Sequence[Lane],
     reason: str | None,
-    estimate: float | None,
+    expected: Outlook,
     *,
     cost: Decimal | None,
     as_of: float,
@@ -200,7 +209,8 @@ def batch_object(
         name=batch.name,
         counts=counts,
         reason=reason,
-        estimated_finish_at=estimate,
+        estimated_finish_at=expected.finish_at,
+        warning=expected.shortfall,
         cost=cost,
         files=_files(batch, folder) if final and kept else FilesShown(),
         revision=batch.revision,

@@ -5,13 +5,14 @@ from __future__ import annotations
 import msgspec
 
 from batch_pipeline.ledger import Ledger
-from batch_pipeline.ledger.records import Batch
+from batch_pipeline.ledger.records import Batch, BatchStatus
 from batch_pipeline.results import demand
 from batch_pipeline.results.archived import all_events
 from batch_pipeline.results.demand import ChunkSummary
 from batch_pipeline.results.plot import timeline_png
 from batch_pipeline.results.status import StatusDocument, current_status
 from batch_pipeline.results.timeline import Attempt, AttemptEnd, attempts_in
+from batch_pipeline.scheduling.accuracy import Milestone, relative_error
 from batch_pipeline.settings import Settings
 from batch_pipeline.store import ObjectStore
 
@@ -36,6 +37,8 @@ class BatchView(msgspec.Struct, frozen=True, kw_only=True):
     pace: Pace
     timeline: bytes
     """A PNG of the attempts."""
+    estimate_errors: dict[Milestone, float]
+    """Of a batch whose requests have all ended in time: how far its estimates were off, by when they were made."""
 
     @property
     def lost(self) -> int:
@@ -58,6 +61,7 @@ def view(batch_id: str, *, ledger: Ledger, store: ObjectStore, settings: Setting
         chunks=chunks,
         attempts=attempts,
         pace=_pace(batch, attempts, status, until),
+        estimate_errors=_errors(batch, ledger),
         timeline=timeline_png(
             attempts,
             since=batch.created_at,
@@ -65,6 +69,15 @@ def view(batch_id: str, *, ledger: Ledger, store: ObjectStore, settings: Setting
             chunks=chunks.committed + chunks.stopped + chunks.open,
         ),
     )
+
+
+def _errors(batch: Batch, ledger: Ledger) -> dict[Milestone, float]:
+    if batch.finalizing_at is None or BatchStatus.COMPLETED not in (batch.status, batch.outcome):
+        return {}
+    errors = {
+        made: relative_error(kept, batch.finalizing_at) for made, kept in ledger.desk.estimates(batch.batch_id).items()
+    }
+    return {made: error for made, error in errors.items() if error is not None}
 
 
 def _until(batch: Batch, attempts: list[Attempt], now: float) -> float:

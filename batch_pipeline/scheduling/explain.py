@@ -1,4 +1,4 @@
-"""Why a batch is where it is, and when it will be done (invariant I9): a name for every wait.
+"""Why a batch is where it is (invariant I9): a name for every wait.
 
 Pure: the caller brings a snapshot. `batch_pipeline.results.outbox` shows the answers in the status.
 """
@@ -107,12 +107,6 @@ def _notice_of(lane: LaneView, situation: Situation) -> list[str]:
     return [] if notice is None else [notice]
 
 
-def is_served(situation: Situation) -> bool:
-    """Whether a worker that answers serves every model on which something of the batch waits."""
-    ready = {worker.model for worker in _heard_of(situation) if worker.state == "ready"}
-    return all(lane.model in ready for lane in situation.lanes if lane.pending or lane.leased)
-
-
 def _heard_of(situation: Situation) -> list[WorkerView]:
     """Return the workers that are there and may serve the batch."""
     return [
@@ -120,14 +114,3 @@ def _heard_of(situation: Situation) -> list[WorkerView]:
         for worker in situation.workers
         if worker.serves_batch and worker.silent_seconds <= situation.lease_seconds
     ]
-
-
-def estimate_finish(*, now: float, started_at: float | None, done: int, total: int) -> float | None:
-    """Return the estimated time of the last request (UTC seconds), or None before there is a rate.
-
-    Linear: what is left at the rate since the batch was started. `done` and `total` are requests.
-    """
-    if started_at is None or done <= 0 or now <= started_at:
-        return None
-    seconds_each = (now - started_at) / done
-    return now + seconds_each * max(total - done, 0)

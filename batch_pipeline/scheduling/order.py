@@ -72,7 +72,7 @@ def choose(
     Cost: O(n log n) in batches, O(limit * customers).
     """
     queues: dict[str, list[WaitingBatch]] = {}
-    for batch in sorted(waiting, key=lambda batch: _rank(batch, conditions)):
+    for batch in sorted(waiting, key=lambda batch: rank(batch, conditions)):
         queues.setdefault(batch.customer, []).append(batch)
     at_risk = sorted(
         (batch for batch in waiting if is_at_risk(batch, conditions)),
@@ -144,7 +144,7 @@ def chunk_tokens(batch: WaitingBatch) -> float:
     return max(batch.pending_tokens / max(batch.pending_chunks, 1), 1.0)
 
 
-def _rank(batch: WaitingBatch, conditions: Conditions) -> tuple[int, bool, float, float, str]:
+def rank(batch: WaitingBatch, conditions: Conditions) -> tuple[int, bool, float, float, str]:
     """Order within a customer: an operator's priority, then what can be in time, then least slack, then first come."""
     starts_by = latest_start(batch, conditions.tokens_per_second)
     return (-batch.priority, _is_lost(batch, conditions), starts_by, batch.created_at, batch.batch_id)

@@ -6,7 +6,9 @@ from collections import Counter
 from enum import StrEnum
 
 from batch_pipeline.scheduling.placement import Capacity
+from batch_pipeline.scheduling.supply import Fleet as ModelFleet
 from batch_pipeline.scheduling.switching import Holder
+from batch_pipeline.simulate.arrivals import SimulatedBatch
 from batch_pipeline.simulate.paper import PaperLease
 from batch_pipeline.simulate.workload import SimulatedModel, Workload
 
@@ -24,6 +26,7 @@ class SimulatedWorker:
     """A worker, from its launch on."""
 
     __slots__ = (
+        "dedicated_to",
         "done_at_ask",
         "epoch",
         "is_node_going",
@@ -37,9 +40,11 @@ class SimulatedWorker:
         "worker_id",
     )
 
-    def __init__(self, worker_id: str, model: str) -> None:
+    def __init__(self, worker_id: str, model: str, dedicated_to: SimulatedBatch | None) -> None:
         self.worker_id = worker_id
         self.model = model
+        self.dedicated_to = dedicated_to
+        """The only batch that it serves; None for any."""
         self.state = State.STARTING
         self.ready_at: float | None = None
         self.lease: PaperLease | None = None
@@ -73,16 +78,18 @@ class Fleet:
         self._last = Counter({"": gpus})
         """The free GPUs by the last model, "" for none yet."""
         self._of_model: Counter[str] = Counter()
+        self._speeds: dict[str, float] = {}
+        """By model: what a worker had measured when one was last asked."""
 
     def available(self, at: float) -> int:
         """Return the GPUs that batches may hold: what live traffic and failures leave."""
         return max(0, self.total - self.away - self._workload.live_gpus(at))
 
-    def launch(self, model: str) -> SimulatedWorker:
+    def launch(self, model: str, dedicated_to: SimulatedBatch | None = None) -> SimulatedWorker:
         """Give free GPUs to a new worker."""
         gpus = self._model(model).gpus_per_worker
         self.launches += 1
-        worker = SimulatedWorker(f"{model}/{self.launches:07d}", model)
+        worker = SimulatedWorker(f"{model}/{self.launches:07d}", model, dedicated_to)
         # Its own last ones first, then those of the model that has most of them.
         for last, count in sorted(self._last.items(), key=lambda item: (item[0] != model, item[0] != "", -item[1])):
             taken = min(count, gpus)
@@ -119,6 +126,24 @@ class Fleet:
             if worker.model == model and worker.state in (State.READY, State.LEAVING)
         )
 
+    def workers_of(self, model: str, now: float, to_launch: int) -> ModelFleet:
+        """Return what an estimate wants to know of a model's workers that all batches share; speeds are those of their
+        last chunks.
+        """
+        own = [worker for worker in self.workers.values() if worker.model == model and worker.dedicated_to is None]
+        known = self._model(model)
+        if any(worker.speed for worker in own):
+            self._speeds[model] = next(worker.speed for worker in reversed(own) if worker.speed)
+        return ModelFleet(
+            now=now,
+            speeds=[worker.speed or None for worker in own if worker.state is State.READY],
+            loading_since=[worker.started_at for worker in own if worker.state is State.STARTING],
+            to_launch=to_launch,
+            most_workers=min(known.pool_limit, self.total // known.gpus_per_worker),
+            known_speed=self._speeds.get(model),
+            loading_seconds=known.loading_seconds,
+        )
+
     def capacities(self) -> list[Capacity]:
         """Return what `plan_workers` wants to know."""
         return [
@@ -131,6 +156,10 @@ class Fleet:
             for name, model in self._workload.models.items()
         ]
 
+    def given(self) -> Counter[str]:
+        """Return how many workers each batch has for itself."""
+        return Counter(w.dedicated_to.batch_id for w in self.workers.values() if w.dedicated_to is not None)
+
     def holders(self) -> list[Holder]:
         """Return what `departures` wants to know."""
         return [
@@ -139,7 +168,7 @@ class Fleet:
                 model=worker.model,
                 ready_at=worker.ready_at,
                 is_leaving=worker.state is State.LEAVING,
-                is_dedicated=False,
+                is_dedicated=worker.dedicated_to is not None,
             )
             for worker in self.workers.values()
         ]

@@ -38,7 +38,7 @@ class ServiceMeasure:
         self.jains: list[float] = []
 
     def count(self, customer: str, tokens: float) -> None:
-        """A chunk of so many tokens was started."""
+        """A chunk of so many tokens was started; or ended without so many of them, where they are negative."""
         number = self._index[customer]
         virtual = tokens / self._weights[number]
         self._got[number] += virtual

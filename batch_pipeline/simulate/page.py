@@ -170,7 +170,7 @@ def _customers(report: Report) -> str:
 def _foot(report: Report) -> str:
     happened, live = report.events, report.live
     between = ", ".join(report.fairness.gap_between) or "no two customers waited together"
-    lines = (
+    lines: tuple[str, ...] = (
         f"{happened.workers_died:,} workers died, {happened.engines_died:,} engines; {happened.preempted:,} workers "
         f"were asked to leave; {happened.leases_expired:,} leases ran out; {report.gpu.redone_requests:,} requests ran "
         "again.",
@@ -179,6 +179,9 @@ def _foot(report: Report) -> str:
         f"Largest gap: {report.fairness.largest_gap_tokens:,.0f} tokens over weight ({between}); the largest chunk has "
         f"{report.fairness.largest_chunk_tokens:,.0f}.",
     )
+    if report.estimates:
+        errors = ", ".join(f"{made.made}: {made.p50:.0%} ({made.p95:.0%})" for made in report.estimates)
+        lines = (*lines, f"Estimates of finish were off by, median and p95 of the time that was left: {errors}.")
     return "<h2>What happened</h2>" + "".join(f"<p>{escape(line)}</p>" for line in lines)
 
 

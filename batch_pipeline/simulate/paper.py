@@ -10,6 +10,7 @@ import heapq
 from collections.abc import Callable, Mapping
 
 from batch_pipeline.scheduling.estimates import Used, remembered, usage_ratio
+from batch_pipeline.scheduling.finish import QueuedBatch
 from batch_pipeline.scheduling.order import WaitingBatch
 from batch_pipeline.scheduling.placement import Backlog
 from batch_pipeline.simulate.arrivals import SimulatedBatch
@@ -71,20 +72,24 @@ class PaperQueue:
         self.pending_tokens += batch.pending_tokens
         self._wait(batch, now)
 
-    def lease(self, now: float) -> PaperLease | None:
-        """pending -> leased, the next chunk of the policy's order; None where nothing waits."""
-        if not self.pending:
+    def lease(self, now: float, only: SimulatedBatch | None = None) -> PaperLease | None:
+        """pending -> leased, the next chunk of the policy's order, or of one batch; None where nothing of it waits."""
+        if not (self.pending if only is None else only.pending):
             return None
         self.queue.look(now)
         if now - self._looked_up >= self._speed_seconds:
             self.queue.set_speed(self._measured_speed())
             self._looked_up = now
+        if only is not None:
+            return self._lease(only, now, is_out_of_turn=False)
         (pick,) = self.queue.pick(1)
-        batch = self._batch(pick.batch_id)
+        return self._lease(self._batch(pick.batch_id), now, is_out_of_turn=bool(pick.out_of_turn))
+
+    def _lease(self, batch: SimulatedBatch, now: float, *, is_out_of_turn: bool) -> PaperLease:
         lease = self._take(batch)
         tokens = lease.requests * batch.estimated_each
         expected = max(tokens * self._ratio(batch), 1.0)
-        self.queue.charge(Charge(batch.customer, expected, expected if pick.out_of_turn else 0.0))
+        self.queue.charge(Charge(batch.customer, expected, expected if is_out_of_turn else 0.0))
         lease.charged += expected
         self.pending -= 1
         self.leased += 1
@@ -167,6 +172,26 @@ class PaperQueue:
             first_deadline_at=min(deadlines, default=0.0),
         )
 
+    def open_batches(self) -> list[SimulatedBatch]:
+        """Return the batches of which chunks wait or run."""
+        waiting = [batch for of_customer in self.waiting_of.values() for batch in of_customer.values()]
+        return waiting + [leases[0].batch for leases in self._leases.values() if leases and not leases[0].batch.pending]
+
+    def open_batch(self, batch_id: str) -> SimulatedBatch:
+        """Return one of them of which chunks wait."""
+        return self._batch(batch_id)
+
+    def queued(self, left_in_hands: Mapping[str, int]) -> list[QueuedBatch]:
+        """Return what `ledger.model_queues` reads of this model; the requests in workers' hands by batch."""
+        return [
+            QueuedBatch(
+                waiting=self._as_waiting(batch),
+                leased_chunks=batch.leased,
+                leased_tokens=left_in_hands.get(batch.batch_id, 0) * batch.estimated_each * self._ratio(batch),
+            )
+            for batch in self.open_batches()
+        ]
+
     def _batch(self, batch_id: str) -> SimulatedBatch:
         return self.waiting_of[batch_id.rpartition("/")[0]][batch_id]
 
@@ -209,6 +234,17 @@ class PaperQueue:
         finished = Used(estimated=batch.done * batch.estimated_each, real=batch.used)
         return usage_ratio(finished, self._history.get(batch.customer, Used()))
 
+    def _as_waiting(self, batch: SimulatedBatch) -> WaitingBatch:
+        return WaitingBatch(
+            batch_id=batch.batch_id,
+            customer=batch.customer,
+            pending_chunks=batch.pending,
+            pending_tokens=batch.pending_tokens * self._ratio(batch),
+            priority=0,
+            deadline_at=batch.deadline_at,
+            created_at=batch.created_at,
+        )
+
     def _wait(self, batch: SimulatedBatch, now: float) -> None:
         self.queue.look(now)
         self.queue.join(batch.customer)
@@ -218,17 +254,7 @@ class PaperQueue:
     def _changed(self, batch: SimulatedBatch) -> None:
         """Let the queue know what is known of a batch now."""
         if batch.pending:
-            self.queue.put(
-                WaitingBatch(
-                    batch_id=batch.batch_id,
-                    customer=batch.customer,
-                    pending_chunks=batch.pending,
-                    pending_tokens=batch.pending_tokens * self._ratio(batch),
-                    priority=0,
-                    deadline_at=batch.deadline_at,
-                    created_at=batch.created_at,
-                )
-            )
+            self.queue.put(self._as_waiting(batch))
             return
         self.queue.remove(batch.batch_id)
         of_customer = self.waiting_of.get(batch.customer)

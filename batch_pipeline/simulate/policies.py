@@ -31,6 +31,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     has_floor: bool = True
     has_corrections: bool = True
     has_hysteresis: bool = True
+    dedicates: bool = True
+    """Whether batches at risk may have workers of their own, where the workload allows any."""
 
     def queue(self, weights: Mapping[str, float], scheduling: Scheduling, intake: Intake) -> Queue:
         """Return an empty queue for one model."""
@@ -62,6 +64,7 @@ POLICIES = {
         Policy(name="no-weights", meaning="ours, all customers weigh the same", has_weights=False),
         Policy(name="no-floor", meaning="ours, whoever stays away saves up credit", has_floor=False),
         Policy(name="no-corrections", meaning="ours, charges stay as they were expected", has_corrections=False),
+        Policy(name="no-dedicated", meaning="ours, no workers for single batches", dedicates=False),
         Policy(name="no-hysteresis", meaning="ours, GPUs change models without a turn", has_hysteresis=False),
     )
 }

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from batch_pipeline.scheduling.estimates import refilled
-from batch_pipeline.scheduling.order import Pick, WaitingBatch, chunk_tokens, latest_start, lost_from
+from batch_pipeline.scheduling.order import CustomerShare, Pick, WaitingBatch, chunk_tokens, latest_start, lost_from
 
 
 class Charge(NamedTuple):
@@ -113,6 +113,13 @@ class FairQueue:
     def waiting(self) -> Iterator[WaitingBatch]:
         """Yield what waits, in no order."""
         return (place.batch for place in self._places.values())
+
+    def shares(self) -> dict[str, CustomerShare]:
+        """Return what the customers have had, by name."""
+        return {
+            name: CustomerShare(weight=self._weights.get(name, 1.0), served=served)
+            for name, served in self._served.items()
+        }
 
     @property
     def served(self) -> Mapping[str, float]:

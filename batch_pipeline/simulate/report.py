@@ -90,6 +90,16 @@ class Events(_Figures, frozen=True):
     """Workers that were asked to leave: by their node, live traffic, or for another model."""
 
 
+class EstimateErrors(_Figures, frozen=True):
+    """By which share of the time that was left estimates of finish were off, of batches that were done in time."""
+
+    made: str
+    """When: at the first look, or once that share of the requests was done."""
+    batches: int
+    p50: float
+    p95: float
+
+
 class Series(_Figures, frozen=True):
     """The course of it, at most some hundred points; one figure for each moment of `hours`."""
 
@@ -122,6 +132,8 @@ class Report(_Figures, frozen=True):
     gpu: Gpus
     live: LiveTraffic
     events: Events
+    estimates: list[EstimateErrors]
+    """Empty where nothing was estimated: of other orders than ours."""
     series: Series
 
     @property

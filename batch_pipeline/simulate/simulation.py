@@ -20,8 +20,10 @@ from batch_pipeline.scheduling.placement import plan_workers
 from batch_pipeline.scheduling.switching import Cluster, departures
 from batch_pipeline.scheduling.switching import Rules as SwitchingRules
 from batch_pipeline.simulate import arrivals, outcome
+from batch_pipeline.simulate.accuracy import Accuracy
 from batch_pipeline.simulate.arrivals import SimulatedBatch
 from batch_pipeline.simulate.fleet import Fleet, SimulatedWorker, State
+from batch_pipeline.simulate.forecasting import Forecasting
 from batch_pipeline.simulate.measures import Course, GpuMeasure, ServiceMeasure, fairness
 from batch_pipeline.simulate.paper import PaperLease, PaperQueue
 from batch_pipeline.simulate.policies import Policy
@@ -57,6 +59,9 @@ class _Simulation:
         self._services = {model: ServiceMeasure(weights) for model in workload.models}
         self._gpu = GpuMeasure()
         self._course = Course(list(workload.models))
+        self._accuracy = Accuracy()
+        self._forecasting = Forecasting(workload, policy, self._fleet, self._queues)
+        self._estimated_at = -workload.estimate_seconds
         self._redone = self._leased = self._expired = self._died = self._engines_died = self._preempted = 0
         self._work_seconds = 0.0
         """GPU seconds that went into saved requests."""
@@ -102,7 +107,9 @@ class _Simulation:
         holders = [worker for worker in self._fleet.workers.values() if worker.lease and worker.lease.batch is batch]
         done = {worker.lease.chunk: self._done(worker) for worker in holders if worker.lease}
         for lease in queue.leases_of(batch):
-            self._count_work(lease, done.get(lease.chunk, lease.saved))
+            saved = done.get(lease.chunk, lease.saved)
+            self._count_work(lease, saved)
+            self._take_back(lease, saved)
         queue.expire(batch, done, self._now)
         self._open -= 1
         for worker in holders:
@@ -113,9 +120,10 @@ class _Simulation:
 
     # Workers.
 
-    def _launch(self, model: str) -> None:
+    def _launch(self, model: str, dedicated_to: SimulatedBatch | None = None) -> None:
         self._move()
-        worker = self._fleet.launch(model)
+        worker = self._fleet.launch(model, dedicated_to)
+        worker.started_at = self._now
         self._plan(self._now + self._workload.models[model].loading_seconds, self._ready, worker)
         self._after_mean(self._workload.failures.workers_per_hour, worker, self._die)
         self._after_mean(self._workload.failures.preemptions_per_hour, worker, self._preempt)
@@ -129,8 +137,11 @@ class _Simulation:
 
     def _next_chunk(self, worker: SimulatedWorker) -> None:
         worker.epoch += 1
-        lease = self._queues[worker.model].lease(self._now)
+        lease = self._queues[worker.model].lease(self._now, worker.dedicated_to)
         worker.lease = lease
+        if lease is None and worker.dedicated_to is not None:
+            self._gone(worker)
+            return
         if lease is None:
             self._idle[worker.model].append(worker)
             self._plan(self._now + self._workload.worker.warm_seconds, self._idle_over, worker, worker.epoch)
@@ -234,6 +245,7 @@ class _Simulation:
 
     def _return(self, lease: PaperLease, done: int, *, failed: bool) -> None:
         self._count_work(lease, done)
+        self._take_back(lease, done)
         self._queues[lease.batch.model].give_back(lease, done, self._now, failed=failed)
         self._wake(lease.batch.model)
 
@@ -310,6 +322,17 @@ class _Simulation:
         for launch in launches:
             for _ in range(launch.workers):
                 self._launch(launch.model)
+        done = {worker.worker_id: self._done(worker) for worker in self._fleet.workers.values()}
+        left = self._forecasting.left_in_hands(done)
+        for dedication in self._forecasting.dedications(backlogs, left, available, self._now):
+            batch = self._queues[dedication.model].open_batch(dedication.batch_id)
+            for _ in range(dedication.workers):
+                self._launch(dedication.model, batch)
+        if self._now - self._estimated_at >= self._workload.estimate_seconds:
+            self._estimated_at = self._now
+            for backlog in backlogs:
+                finishes = self._forecasting.finishes(backlog, left, available, self._now)
+                self._accuracy.look(self._queues[backlog.model].open_batches(), finishes, self._now)
 
     def _switching(self) -> SwitchingRules:
         scheduling = self._workload.scheduling
@@ -337,6 +360,11 @@ class _Simulation:
         # What live traffic takes changes on the hour, where a step may not look: what was before counts.
         available = self._fleet.available(max(0.0, self._now - 1e-6))
         self._gpu.move(self._now, self._fleet.held, available)
+
+    def _take_back(self, lease: PaperLease, done: int) -> None:
+        """Of a chunk that was counted as service when it was begun, only so many requests were served."""
+        batch = lease.batch
+        self._services[batch.model].count(batch.customer, -(lease.left - done) * batch.real_each)
 
     def _count_work(self, lease: PaperLease, done: int) -> None:
         self._work_seconds += done * lease.batch.seconds_each * self._workload.models[lease.batch.model].gpus_per_worker
@@ -384,5 +412,6 @@ class _Simulation:
                 engines_died=self._engines_died,
                 preempted=self._preempted,
             ),
+            estimates=self._accuracy.errors(),
             series=self._course.series(),
         )

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from batch_pipeline.errors import SettingsError
-from batch_pipeline.settings import MODEL_NAME, Intake, Scheduling, Worker
+from batch_pipeline.settings import MAY_BE_NONE, MODEL_NAME, Intake, Scheduling, Worker
 
 HOUR = 3600.0
 HOURS_A_DAY = 24
@@ -132,6 +132,8 @@ class Workload(_Table, frozen=True):
     """Between two looks of the sensor that launches workers, and of the measures. The service looks more often."""
     speed_seconds: float = 60.0
     """How long the measured speed of a model counts in the order before it is looked up again."""
+    estimate_seconds: float = 300.0
+    """Between two looks at which finishes are estimated, to report how far that was off."""
     live: Live = Live()
     failures: Failures = Failures()
     intake: Intake = Intake()
@@ -165,7 +167,7 @@ def load(file: Path) -> Workload:
 def check(workload: Workload) -> list[str]:
     """Return what is wrong with values that are each of the right type; one sentence each, naming the field."""
     problems = [
-        *_above_zero("", workload, "gpus", "hours", "step_seconds", "speed_seconds"),
+        *_above_zero("", workload, "gpus", "hours", "step_seconds", "speed_seconds", "estimate_seconds"),
         *_not_negative("failures.", workload.failures),
     ]
     problems += [f"{field} is empty" for field in ("models", "customers") if not getattr(workload, field)]
@@ -180,7 +182,10 @@ def check(workload: Workload) -> list[str]:
     for outage in workload.failures.outages:
         problems += _above_zero("failures.outages.", outage, "hours", "gpus")
     for section in (workload.intake, workload.worker, workload.scheduling):
-        problems += _above_zero(f"{type(section).__name__.lower()}.", section, *section.__struct_fields__, numbers=True)
+        fields = [
+            name for name in section.__struct_fields__ if not (name in MAY_BE_NONE and getattr(section, name) == 0)
+        ]
+        problems += _above_zero(f"{type(section).__name__.lower()}.", section, *fields, numbers=True)
     for customers in workload.customers:
         problems += _check_customers(customers, workload)
     if len({customers.name for customers in workload.customers}) < len(workload.customers):

@@ -16,6 +16,8 @@ from batch_pipeline.store import ObjectStore
 from tests.fakes.ledger_values import MODEL, finish, new_batch, result_of, submitted
 
 _OF_BATCHES = 1
+_OF_QUEUES = 2
+"""Of one model: what waits, and workers."""
 _OF_SURROUNDINGS = 2
 """Notices, and workers."""
 
@@ -65,7 +67,8 @@ def test_a_poll_takes_few_statements_however_many_poll_at_once(
 
     assert statements(lambda: ledger.customers.by_secrets(keys[:1])) == 1
     assert statements(lambda: ledger.customers.by_secrets(keys)) == 1
-    assert statements(poll(running[0])) == _OF_BATCHES + _OF_SURROUNDINGS
+    assert statements(poll(running[0])) == _OF_BATCHES + _OF_SURROUNDINGS + 2 * _OF_QUEUES
+    assert statements(poll(running[0])) == _OF_BATCHES + _OF_SURROUNDINGS, "queues are read once in five seconds"
     assert statements(poll(*running)) == _OF_BATCHES + _OF_SURROUNDINGS
     assert statements(poll(ended)) == _OF_BATCHES + 1, "and one for what it is charged"
     assert statements(lambda: statuses.at(ledger.moments.page("acme", after=None, limit=21))) == (

@@ -277,6 +277,45 @@ def test_pools_have_the_limits_of_the_catalogue(location: CodeLocation) -> None:
     assert limits["smollm2-135m"] == location.settings.models["smollm2-135m"].pool_limit
 
 
+@pytest.fixture
+def dedicating(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four GPUs, of which one worker takes all the backlog there is, and two may be for single batches."""
+    for name, value in {
+        "MODELS__SMOLLM2-135M__POOL_LIMIT": "4",
+        "MODELS__SMOLLM2-135M__TOKENS_PER_SECOND": "1.0",
+        "SCHEDULING__TOTAL_GPUS": "4",
+        "SCHEDULING__DEDICATED_WORKERS_AT_MOST": "2",
+        "INTAKE__CHUNK_REQUESTS": "2",
+    }.items():
+        monkeypatch.setenv(f"BATCH_PIPELINE__{name}", value)
+
+
+@pytest.mark.usefixtures("dedicating")
+def test_a_batch_that_would_end_too_late_gets_a_worker_of_its_own_once(
+    location: CodeLocation, parts: tuple[Ledger, ObjectStore]
+) -> None:
+    ledger, store = parts
+    _drop(store, b"".join(_line(f"q{number}") for number in range(8)))
+    (intake,) = location.tick("drop_folder")
+    location.execute(intake)
+    (general,) = location.tick("gpu_workers")
+    assert "batch_pipeline/dedicated_to" not in general.tags
+    (backlog,) = ledger.backlog()
+    # A worker needs a second for each token: two thirds of that are left, beside the loading.
+    seconds = location.settings.scheduling.loading_seconds + backlog.pending_tokens / 1.5
+    with ledger._database.write() as tx:
+        tx.connection.exec_driver_sql(f"UPDATE batches SET deadline_at = {tx.now + seconds}")
+    _, dedicated = location.tick("gpu_workers")
+    batch_id = str(intake.partition_key)
+    assert dedicated.tags["batch_pipeline/dedicated_to"] == batch_id
+    assert dedicated.run_config == {"ops": {"run_chunks_smollm2_135m": {"config": {"batches": [batch_id]}}}}
+    job = location.definitions.resolve_job_def(str(dedicated.job_name))
+    location.instance.create_run_for_job(
+        job, run_config=dedicated.run_config, tags=dict(dedicated.tags), status=dg.DagsterRunStatus.STARTED
+    )
+    assert all("batch_pipeline/dedicated_to" not in run.tags for run in location.tick("gpu_workers"))
+
+
 def test_no_worker_is_launched_without_backlog_nor_beyond_the_pool(
     location: CodeLocation, parts: tuple[Ledger, ObjectStore]
 ) -> None:

@@ -10,7 +10,8 @@ from batch_pipeline.ledger import Ledger
 from batch_pipeline.ledger.alarms import AlarmKind
 from batch_pipeline.ledger.desk import STEPS, Due, Settled
 from batch_pipeline.ledger.records import BatchStatus
-from batch_pipeline.scheduling.risk import risk_of
+from batch_pipeline.scheduling.accuracy import Milestone, due, error_class, relative_error
+from batch_pipeline.scheduling.risk import Outlook, risk_of
 from tests.fakes.clock import SteppedClock
 from tests.fakes.ledger_values import MODEL, finish, part_of, result_of, submitted
 
@@ -64,9 +65,11 @@ def test_a_batch_at_risk_is_told_once_and_once_more_when_it_has_ended(stepped: L
     batch_id = submitted(stepped, "a", [MODEL] * 2, window_seconds=3600).batch_id
     clock.advance(1700.0)
     (pace,) = stepped.desk.paces()
-    assert risk_of(pace, clock.time) is None
+    assert risk_of(pace, Outlook(), clock.time) is None
     clock.advance(200.0)
-    assert risk_of(pace, clock.time) == "no request has finished, and 53% of the time to the deadline is over"
+    assert (
+        risk_of(pace, Outlook(), clock.time) == "no request has finished, and 53% of the time to the deadline is over"
+    )
     assert stepped.desk.note_risk(batch_id, at_risk=True)
     assert not stepped.desk.note_risk(batch_id, at_risk=True)
     assert stepped.desk.at_risk_and_over() == []
@@ -89,6 +92,62 @@ def test_every_batch_in_progress_is_looked_at_however_many_there_are(
     assert pace is not None
     assert (pace.batch_id, pace.done, pace.total) == (late[1], 0, 10)
     assert stepped.desk.pace("batch_unknown") is None
+
+
+def test_estimates_are_kept_once_for_each_milestone_and_judged_when_the_batch_has_ended(
+    stepped: Ledger, clock: SteppedClock
+) -> None:
+    batch_id = submitted(stepped, "a", [MODEL] * 2).batch_id
+    begun = clock.time
+    stepped.desk.keep_estimate(batch_id, [Milestone.FIRST], begun + 150.0)
+    stepped.desk.keep_estimate(batch_id, [Milestone.FIRST], begun + 999.0)
+    clock.advance(50.0)
+    one, other = stepped.chunks.lease("w", MODEL, 2)
+    stepped.chunks.commit(one.ref, result_of(one))
+    (pace,) = stepped.desk.paces()
+    assert due(pace.done, pace.total, pace.kept) == [Milestone.HALF]
+    stepped.desk.keep_estimate(batch_id, [Milestone.HALF], begun + 103.0)
+    clock.advance(50.0)
+    stepped.chunks.commit(other.ref, result_of(other))
+    stepped.desk.keep_estimate(batch_id, [Milestone.HALF], begun)
+    kept = stepped.desk.estimates(batch_id)
+    assert {made: (round(one.made_at - begun), round(one.finish_at - begun)) for made, one in kept.items()} == {
+        Milestone.FIRST: (0, 150),
+        Milestone.HALF: (50, 103),
+    }
+    assert relative_error(kept[Milestone.FIRST], clock.time) == pytest.approx(0.5)
+    finish(stepped, batch_id)
+    totals = stepped.gauges.read().totals
+    judged = {name: count for name, count in totals.items() if name.startswith("estimates.")}
+    assert judged == {f"estimates.first.{error_class(0.5)}": 1, f"estimates.half.{error_class(0.06)}": 1}
+    assert stepped.desk.estimates("batch_unknown") == {}
+
+
+def test_the_queue_of_a_model_is_what_waits_and_what_workers_have_left_as_it_will_be_used(
+    stepped: Ledger, clock: SteppedClock
+) -> None:
+    submitted(stepped, "a", [MODEL] * 3, "acme")
+    submitted(stepped, "over", [MODEL], "bolt")
+    submitted(stepped, "other", ["model-b"], "bolt")
+    stepped.workers.register("w", MODEL, None, "here")
+    leases = stepped.chunks.lease("w", MODEL, 2)
+    for lease in leases:
+        if lease.customer == "bolt":
+            stepped.chunks.commit(lease.ref, result_of(lease))
+        else:
+            stepped.chunks.checkpoint(lease.ref, part_of(lease, 1, completed=2))
+    queue = stepped.queues.look(MODEL, clock.time, lambda queue: queue)
+    (queued,) = queue.queued
+    assert (queued.waiting.customer, queued.waiting.pending_chunks, queued.leased_chunks) == ("acme", 2, 1)
+    # Nine tenths of what was estimated is used: 600 wait, and of 300 with a worker eight tenths are left.
+    assert queued.waiting.pending_tokens == pytest.approx(540.0)
+    assert queued.leased_tokens == pytest.approx(216.0)
+    assert queue.shares["acme"].served == 300.0
+    assert [worker.worker_id for worker in queue.workers] == ["w"]
+    clock.advance(4.0)
+    assert stepped.queues.look(MODEL, clock.time, lambda queue: queue) is queue
+    clock.advance(1.0)
+    assert stepped.queues.look(MODEL, clock.time, lambda queue: queue) is not queue
 
 
 def test_the_same_occurrence_is_one_alarm(stepped: Ledger) -> None:

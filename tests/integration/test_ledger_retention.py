@@ -109,6 +109,7 @@ def test_tables_of_the_first_version_are_brought_up_to_date(ledger_url: str, clo
         "stored",
         "enqueued",
         "sent_sha256",
+        "estimates",
     )
     added = {
         "batches": of_batches,

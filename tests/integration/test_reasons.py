@@ -8,11 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from batch_pipeline import alarms
 from batch_pipeline.engine import VllmServer
 from batch_pipeline.errors import EngineError, StoreError
 from batch_pipeline.ledger import Ledger
+from batch_pipeline.ledger.alarms import AlarmKind
 from batch_pipeline.ledger.records import BatchStatus, WorkerState
 from batch_pipeline.models import Model
 from batch_pipeline.results import outbox
@@ -97,18 +100,53 @@ def test_each_wait_has_its_name_in_status_json(
     assert "the results file: requested 4 times" in reason()
 
 
-def test_there_is_an_estimate_once_there_is_a_rate(
+def test_there_is_an_estimate_once_a_speed_is_known_and_then_before_there_is_a_worker_as_well(
     ledger: Ledger, store: ObjectStore, settings: Settings, clock: SteppedClock
 ) -> None:
     batch, leases = answered.in_progress(ledger, store, [[0, 1, 2, 3], [4, 5, 6, 7]])
-    assert shown(batch.batch_id, ledger, store, settings, clock).estimated_finish_at is None
-    clock.advance(30)
+
+    def left() -> float | None:
+        clock.advance(5)
+        finish = shown(batch.batch_id, ledger, store, settings, clock).estimated_finish_at
+        return None if finish is None else finish - clock.time
+
+    assert left() is None, "nobody knows how fast a worker is"
     answered.checkpoint(ledger, store, leases[0], [answer(batch.batch_id, 0), answer(batch.batch_id, 1)])
     ledger.workers.register("w", MODEL, None, "host")
+    clock.advance(30)
     ledger.workers.set_state("w", WorkerState.READY)
-    assert shown(batch.batch_id, ledger, store, settings, clock).estimated_finish_at == clock.time + 96
-    clock.advance(61)
-    assert shown(batch.batch_id, ledger, store, settings, clock).estimated_finish_at is None, "nobody works on it"
+    assert left() is None, "it has measured nothing yet"
+    ledger.workers.heartbeat("w", tokens_per_second=1.0)
+    with_worker = left()
+    assert with_worker is not None
+    assert with_worker > 0
+    ledger.workers.heartbeat("w", tokens_per_second=2.0)
+    assert left() == pytest.approx(with_worker / 2)
+    ledger.workers.set_state("w", WorkerState.STOPPED)
+    # What it has measured tells of the next one, which has to load first, as long as this one did.
+    assert left() == pytest.approx(with_worker / 2 + 30.0)
+    none = msgspec.structs.replace(settings, scheduling=msgspec.structs.replace(settings.scheduling, total_gpus=0))
+    clock.advance(5)
+    assert current_status(batch.batch_id, ledger=ledger, settings=none).estimated_finish_at is None
+
+
+def test_a_batch_that_cannot_be_in_time_with_all_workers_says_so_and_runs(
+    ledger: Ledger, store: ObjectStore, settings: Settings, clock: SteppedClock
+) -> None:
+    slow = msgspec.structs.replace(settings.models[MODEL], tokens_per_second=0.001)
+    settings = msgspec.structs.replace(settings, models={MODEL: slow})
+    batch = answered.create(ledger, store, [answered.input_line(index) for index in range(8)])
+    answered.take_in(ledger, store, batch.batch_id, [[0, 1, 2, 3], [4, 5, 6, 7]])
+    document = shown(batch.batch_id, ledger, store, settings, clock)
+    assert document.warning is not None
+    assert "it cannot be done by its deadline, even with all that" in document.warning
+    assert "tokens are left, its one worker does 0 a second, which takes" in document.warning
+    assert document.status == "in_progress"
+    assert len(ledger.chunks.lease("w", MODEL, 2)) == 2
+    (change,) = alarms.look_at_risks(ledger, settings)
+    assert (change.on_time, change.text) == (False, document.warning)
+    assert [alarm.kind for alarm in ledger.alarms.recent()] == [AlarmKind.BATCH_AT_RISK]
+    assert alarms.look_at_risks(ledger, settings) == [], "told once"
 
 
 def test_a_store_that_is_away_is_named_where_no_status_json_can_be_written(

@@ -55,6 +55,7 @@ def document(status: str = "in_progress", completed: int = 0, total: int = 10, a
         counts=Counts(total=total, completed=completed),
         reason=None,
         estimated_finish_at=None,
+        warning=None,
         cost=None,
         files=FilesShown(),
         revision=1,

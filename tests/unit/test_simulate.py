@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batch_pipeline.settings import Intake
+from batch_pipeline.settings import Intake, Scheduling
 from batch_pipeline.simulate import OURS, POLICIES, Report, Workload, simulate
 from batch_pipeline.simulate.capacity import calculate, plan
 from batch_pipeline.simulate.paper import PaperLease
@@ -247,6 +247,22 @@ def test_a_batch_at_risk_gets_the_help_that_saves_its_deadline_and_the_others_ke
     assert late[OURS]["acme"] == late[OURS]["bolt"] == 0
 
 
+def test_workers_of_its_own_save_the_deadline_of_a_batch_where_they_are_allowed() -> None:
+    """For so little backlog two workers are enough, but not for one batch of it."""
+    made = workload(
+        customer("acme", (0.0, 100_000, 48.0)),
+        customer("bolt", (0.0, 100_000, 48.0)),
+        customer("core", (0.1, 100_000, 0.3)),
+        gpus=8,
+        scheduling=Scheduling(chunks_per_worker=128, dedicated_workers_at_most=4),
+    )
+    met = {name: {group.name: group.met for group in run(made, name).by_customer} for name in (OURS, "no-dedicated")}
+    assert met["no-dedicated"] == {"acme": 1, "bolt": 1, "core": 0}
+    assert met[OURS] == {"acme": 1, "bolt": 1, "core": 1}
+    by_default = msgspec.structs.replace(made, scheduling=Scheduling(chunks_per_worker=128))
+    assert run(by_default) == msgspec.structs.replace(run(made, "no-dedicated"), policy=OURS)
+
+
 def test_all_gpus_lost_for_an_hour_cost_that_hour_and_no_request() -> None:
     batches = customer("acme", (0.0, 400_000, 24.0))
     outage = Failures(outages=[Outage(at_hours=0.5, hours=1.0, gpus=4)])
@@ -285,6 +301,26 @@ def test_without_hysteresis_gpus_change_models_all_the_time() -> None:
     assert ours.gpu.switches > 0
     assert without.gpu.switches > 2 * ours.gpu.switches
     assert without.gpu.used_share < ours.gpu.used_share
+
+
+# Estimates.
+
+
+def test_of_two_batches_that_nobody_disturbs_the_estimates_are_right() -> None:
+    made = workload(customer("acme", (0.0, 100_000, 9.0)), customer("bolt", (0.0, 60_000, 9.0)), estimate_seconds=30.0)
+    found = {errors.made: errors for errors in run(made).estimates}
+    # The first is made before the first worker has measured how fast it is, so without one: at the next look.
+    assert set(found) == {"first", "25 %", "50 %", "75 %"}
+    assert all(errors.batches == 2 and errors.p95 < 0.04 for errors in found.values())
+    assert run(made, "edf").estimates == []
+
+
+def test_what_comes_later_is_not_foreseen() -> None:
+    """Bolt takes half of what acme would have had: it takes twice the time that was left."""
+    made = workload(customer("acme", (0.0, 100_000, 9.0)), customer("bolt", (0.25, 200_000, 9.0)))
+    found = {errors.made: errors for errors in run(made).estimates}
+    assert found["first"].p95 > 0.2
+    assert found["75 %"].p95 < found["first"].p95
 
 
 # Capacity.
