@@ -15,9 +15,9 @@ from batch_pipeline.ledger.files import Files
 from batch_pipeline.ledger.gauges import Reader
 from batch_pipeline.ledger.leasing import Policy
 from batch_pipeline.ledger.message_batches import MessageBatches
+from batch_pipeline.ledger.model_queues import Queues
 from batch_pipeline.ledger.moments import Moments
 from batch_pipeline.ledger.notices import Notices
-from batch_pipeline.ledger.model_queues import Queues
 from batch_pipeline.ledger.quotas import Quotas
 from batch_pipeline.ledger.retention import Retention
 from batch_pipeline.ledger.schema import batches, is_open, lanes
