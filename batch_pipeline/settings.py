@@ -182,7 +182,7 @@ class Retention(_Section, frozen=True):
     files_days: float = 30.0
     """Time after a batch's end until its input, its files and its outbox folder are deleted."""
     partitions_days: float = 30.0
-    """Time after a batch's end until its Dagster partition is deleted."""
+    """Time after a batch's end until its Dagster partition is deleted, with its runs."""
     partitions_at_most: int = 20_000
     """Partitions in Dagster: where there are more, those of the batches that ended first go before their time. Its
     pages bear some ten thousand of them well.

@@ -1,11 +1,13 @@
 """Housekeeping as a job, and its schedule: what is over leaves the ledger, the bucket and the list of partitions."""
 
 import itertools
+from datetime import UTC, datetime
 from typing import Any
 
 import dagster as dg
 from dagster import DagsterInstance, RunsFilter
 from dagster._core.execution.backfill import BulkActionsFilter, BulkActionStatus
+from dagster._core.storage.dagster_run import FINISHED_STATUSES
 from dagster._core.storage.tags import ASSET_PARTITION_RANGE_START_TAG, PARTITION_NAME_TAG
 from pydantic import Field
 
@@ -13,7 +15,7 @@ from assets.partitions import GROUP, batches
 from batch_pipeline import housekeeping
 from batch_pipeline.housekeeping import Report, Step
 from batch_pipeline.ledger import Ledger
-from batch_pipeline.settings import Retention
+from batch_pipeline.settings import Retention, Settings
 from resources import Service
 from resources.run_process import run_process
 from sensors.runs import UNDER_WAY
@@ -34,7 +36,7 @@ class HousekeepingConfig(dg.Config):
     name="tidy_up",
     description=(
         "Remove what is over, as the section [retention] of the configuration says: rows of chunks, objects that no "
-        "final file needs, expired files, old partitions. Bounded; killed anywhere it is gone on with by the next run."
+        "final file needs, expired files, old partitions and runs. Bounded; killed anywhere the next run goes on."
     ),
     out=dg.Out(dg.Nothing),
 )
@@ -46,9 +48,10 @@ def tidy_up(context: dg.OpExecutionContext, config: HousekeepingConfig, service:
         context.log.warning(f"{batch_id} is kept: {why}")
     for failure in report.failures:
         context.log.warning(failure)
-    retention = parts.settings.retention
-    partitions = delete_partitions(context.instance, parts.ledger, retention, dry_run=config.dry_run)
-    context.add_output_metadata({**_figures(report), "partitions": partitions, "dry_run": config.dry_run})
+    settings, ledger = parts.settings, parts.ledger
+    partitions = delete_partitions(context.instance, ledger, settings.retention, dry_run=config.dry_run)
+    runs = delete_runs(context.instance, settings, ledger.now(), dry_run=config.dry_run)
+    context.add_output_metadata({**_figures(report), "partitions": partitions, "runs": runs, "dry_run": config.dry_run})
 
 
 @dg.job(
@@ -74,10 +77,10 @@ def housekeeping_schedule() -> dg.ScheduleDefinition:
 
 
 def delete_partitions(instance: DagsterInstance, ledger: Ledger, retention: Retention, *, dry_run: bool = False) -> int:
-    """Delete the partitions of batches that ended long ago, or that are too many; returns how many.
+    """Delete the partitions of batches that ended long ago, or that are too many, with their runs; returns how many.
 
     None while it has a run under way (Dagster fails such a run), and none at all during a backfill, whose runs are
-    still to come. Killed half-way, the next run deletes the rest. Materializations and runs stay in Dagster's log.
+    still to come. A partition's runs go before it does: killed half-way, the next run deletes the rest.
     """
     name = str(batches.name)
     partitions = instance.get_dynamic_partitions(name)
@@ -91,9 +94,27 @@ def delete_partitions(instance: DagsterInstance, ledger: Ledger, retention: Rete
         idle = [key for key in some if key not in under_way]
         if not dry_run:
             for key in idle:
+                for run_id in instance.get_run_ids(RunsFilter(tags={PARTITION_NAME_TAG: key})):
+                    instance.delete_run(run_id)
                 instance.delete_dynamic_partition(name, key)
         deleted += len(idle)
     return deleted
+
+
+def delete_runs(instance: DagsterInstance, settings: Settings, now: float, *, dry_run: bool = False) -> int:
+    """Delete runs that ended so long ago that the partition of each batch they can have served is gone by its age.
+
+    They are those of workers, schedules and backfills. Returns how many, at most `retention.per_run`.
+    With a run its events go. Killed half-way, the next run deletes the rest.
+    """
+    days = settings.retention.partitions_days
+    before = datetime.fromtimestamp(now - days * 86_400 - settings.intake.max_window_seconds, UTC)
+    over = RunsFilter(statuses=FINISHED_STATUSES, updated_before=before)
+    run_ids = instance.get_run_ids(over, limit=settings.retention.per_run)
+    if not dry_run:
+        for run_id in run_ids:
+            instance.delete_run(run_id)
+    return len(run_ids)
 
 
 def _partitions_under_way(instance: DagsterInstance) -> set[str] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 
 import dagster as dg
@@ -13,9 +14,9 @@ from dagster._core.test_utils import create_run_for_test
 from batch_pipeline import settings as configuration
 from batch_pipeline.housekeeping import partitions_to_delete
 from batch_pipeline.ledger import Ledger
-from batch_pipeline.settings import CONFIG_VARIABLE, Retention
+from batch_pipeline.settings import CONFIG_VARIABLE, Retention, Settings
 from batch_pipeline.store import ObjectStore
-from sensors.housekeeping import delete_partitions
+from sensors.housekeeping import delete_partitions, delete_runs
 from tests.fakes import answered
 from tests.fakes.clock import SteppedClock
 from tests.fakes.ledger_values import MODEL, finish, result_of, submitted
@@ -69,6 +70,37 @@ def test_no_partition_goes_while_a_run_of_a_range_is_under_way(instance: dg.Dags
     create_run_for_test(instance, status=DagsterRunStatus.STARTED, tags=tags)
     assert delete_partitions(instance, ledger, Retention()) == 0
     assert instance.has_dynamic_partition("batches", old)
+
+
+def test_the_runs_of_a_partition_go_with_it_and_others_once_no_partition_can_be_left_of_what_they_served(
+    instance: dg.DagsterInstance, sqlite_url: str
+) -> None:
+    clock = SteppedClock()
+    ledger = Ledger.open(sqlite_url, clock=clock)
+    old = _ended(ledger, "old")
+    clock.advance(31 * DAY)
+    new = _ended(ledger, "new")
+    instance.add_dynamic_partitions("batches", [old, new])
+
+    def run(status: DagsterRunStatus = DagsterRunStatus.SUCCESS, **tags: str) -> str:
+        return create_run_for_test(instance, status=status, tags=tags).run_id
+
+    gone = {run(**{"dagster/partition": old}) for _ in range(2)}
+    merge, worker = run(**{"dagster/partition": new}), run()
+    under_way = run(DagsterRunStatus.STARTED)
+    settings = Settings()
+
+    delete_partitions(instance, ledger, Retention(), dry_run=True)
+    assert set(instance.get_run_ids()) == {*gone, merge, worker, under_way}
+    assert delete_partitions(instance, ledger, Retention()) == 1
+    assert set(instance.get_run_ids()) == {merge, worker, under_way}
+
+    longest_days = settings.retention.partitions_days + settings.intake.max_window_seconds / DAY
+    now = datetime.now(UTC).timestamp()
+    assert delete_runs(instance, settings, now + (longest_days - 1) * DAY) == 0
+    assert delete_runs(instance, settings, now + (longest_days + 1) * DAY, dry_run=True) == 2
+    assert delete_runs(instance, settings, now + (longest_days + 1) * DAY) == 2
+    assert instance.get_run_ids() == [under_way]
 
 
 def test_which_partitions_may_go_is_a_pure_choice() -> None:
