@@ -1,7 +1,8 @@
 """Which requests of a batch are identical, so that one call of the engine may serve them all.
 
 Identical are requests with the very same bytes of a body whose answer does not depend on chance: with temperature 0,
-with a seed, or of an endpoint that makes no text. A field that is written in another way makes another request.
+with a seed that reaches the engine, or of an endpoint that makes no text. A field that is written in another way makes
+another request.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from batch_pipeline.errors import ProofFailed
+from batch_pipeline.intake.bodies import FORWARDED
 
 _WITHOUT_CHANCE = frozenset({"/v1/embeddings"})
 
@@ -41,13 +43,15 @@ def first_twins(segment: pa.Table, descriptor: int, endpoint: str) -> npt.NDArra
         body = os.pread(descriptor, length, start)
         if len(body) != length:
             raise ProofFailed([f"the input ends before byte {start + length}, which was validated"])
-        if endpoint in _WITHOUT_CHANCE or _leaves_nothing_to_chance(body):
+        if endpoint in _WITHOUT_CHANCE or _leaves_nothing_to_chance(body, endpoint):
             twins[row] = first.setdefault(hashlib.blake2b(body, digest_size=16).digest(), row)
     return twins
 
 
-def _leaves_nothing_to_chance(body: bytes) -> bool:
+def _leaves_nothing_to_chance(body: bytes, endpoint: str) -> bool:
     sampling = _decode(body)
     temperature, seed = sampling.temperature, sampling.seed
     is_greedy = isinstance(temperature, int | float) and not isinstance(temperature, bool) and temperature == 0
-    return is_greedy or (isinstance(seed, int) and not isinstance(seed, bool))
+    # Anthropic's API has none: what is left out of a body decides nothing.
+    is_seeded = isinstance(seed, int) and not isinstance(seed, bool) and "seed" in FORWARDED[endpoint]
+    return is_greedy or is_seeded

@@ -80,11 +80,12 @@ class Queues:
     def look(self, model: str, now: float, make: Callable[[ModelQueue], _Made]) -> _Made:
         """Return what `make` makes of a model's queue: anew where the last answer is older than KEPT_SECONDS.
 
-        `now` is the database's time; `make` is always the same function. Cost then: the lanes of the open batches. Two
-        threads at one moment may both make it.
+        `now` is the database's time, or was a moment ago: who asks about many batches has read it once, before the
+        queue was. `make` is always the same function. Cost then: the lanes of the open batches. Two threads at one
+        moment may both make it.
         """
         at, made = self._made.get(model, (0.0, None))
-        if made is not None and 0 <= now - at < KEPT_SECONDS:
+        if made is not None and abs(now - at) < KEPT_SECONDS:
             return cast(_Made, made)
         with self._database.read() as tx:
             queue = _read(tx, model)

@@ -150,6 +150,15 @@ def test_the_queue_of_a_model_is_what_waits_and_what_workers_have_left_as_it_wil
     assert stepped.queues.look(MODEL, clock.time, lambda queue: queue) is not queue
 
 
+def test_who_asks_about_many_batches_has_the_queue_read_once(stepped: Ledger, clock: SteppedClock) -> None:
+    """Though the queue is read a moment after the time that all of them are asked for."""
+    submitted(stepped, "a")
+    asked_at = clock.time
+    clock.advance(0.01)
+    queue = stepped.queues.look(MODEL, asked_at, lambda queue: queue)
+    assert stepped.queues.look(MODEL, asked_at, lambda queue: queue) is queue
+
+
 def test_the_same_occurrence_is_one_alarm(stepped: Ledger) -> None:
     raise_alarm = stepped.alarms.raise_alarm
     assert raise_alarm(AlarmKind.RUN_FAILED, "run-1", "it failed")
