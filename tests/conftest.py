@@ -13,7 +13,8 @@ import sqlalchemy as sa
 from batch_pipeline import settings as configuration
 from batch_pipeline.embedded import postgres, seaweedfs
 from batch_pipeline.ledger import Ledger
-from batch_pipeline.store import objects
+from batch_pipeline.store import ObjectStore
+from batch_pipeline.store.client import make_client
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 MODEL = "smollm2-135m"
@@ -40,19 +41,19 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[configuratio
 def store_settings(s3_server: configuration.Store) -> Iterator[configuration.Store]:
     """The session's S3 server with a fresh, empty bucket for this test."""
     fresh = msgspec.structs.replace(s3_server, bucket=f"test-{secrets.token_hex(6)}")
-    client = objects.make_client(fresh)
+    client = make_client(fresh)
     client.create_bucket(Bucket=fresh.bucket)
     yield fresh
     # Each bucket has volumes of its own, and the server has room for those of some 70 buckets.
-    filled = objects.ObjectStore(client, fresh.bucket)
+    filled = ObjectStore(client, fresh.bucket)
     filled.delete_all(info.key for info in filled.list(""))
     client.delete_bucket(Bucket=fresh.bucket)
 
 
 @pytest.fixture
-def store(store_settings: configuration.Store) -> objects.ObjectStore:
+def store(store_settings: configuration.Store) -> ObjectStore:
     """An object store with an empty bucket."""
-    return objects.ObjectStore.open(store_settings)
+    return ObjectStore.open(store_settings)
 
 
 @pytest.fixture(scope="session")

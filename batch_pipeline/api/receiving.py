@@ -17,7 +17,7 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 
 from batch_pipeline.api.problems import RequestRefused
 from batch_pipeline.store import ObjectStore
-from batch_pipeline.store.objects import MultipartWriter
+from batch_pipeline.store.multipart import MultipartWriter
 from batch_pipeline.wire import codes
 
 BLOCK_BYTES = 1024 * 1024

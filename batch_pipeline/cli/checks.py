@@ -29,7 +29,7 @@ from batch_pipeline.embedded.stack import Stack
 from batch_pipeline.errors import BatchPipelineError
 from batch_pipeline.models import Model
 from batch_pipeline.store import ObjectStore, PreconditionFailed, keys
-from batch_pipeline.store.objects import make_client
+from batch_pipeline.store.client import make_client
 
 MAX_SKEW_SECONDS = 5.0
 """More than this between two clocks makes times in status and logs misleading; at 15 minutes S3 refuses signatures."""

@@ -27,7 +27,7 @@ from batch_pipeline.results.invalid import InvalidLines
 from batch_pipeline.results.scatter import Kept, SortedLines, scatter
 from batch_pipeline.results.writer import FileWriter
 from batch_pipeline.store import ObjectStore
-from batch_pipeline.store.objects import MIN_PART_BYTES
+from batch_pipeline.store.multipart import MIN_PART_BYTES
 from batch_pipeline.wire.chunk_files import LinesTable
 
 THREADS = 8

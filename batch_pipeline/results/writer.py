@@ -10,7 +10,8 @@ from typing import Self
 
 from batch_pipeline.errors import ProofFailed
 from batch_pipeline.store import ObjectStore
-from batch_pipeline.store.objects import COPY_PART_BYTES, MIN_PART_BYTES, MultipartWriter
+from batch_pipeline.store.multipart import MIN_PART_BYTES, MultipartWriter
+from batch_pipeline.store.objects import COPY_PART_BYTES
 
 _READ_BYTES = 8 * 1024 * 1024
 
@@ -21,7 +22,7 @@ class FileWriter:
 
     Killed before `finish` has returned, the key is as it was before; afterwards it has the whole file. Parts of an
     upload that was never completed are the store's to collect. As a context manager it aborts on an exception.
-    Memory: about two parts; with a pool, in which parts are then sent, `store.objects.UNSENT_BYTES` more.
+    Memory: about two parts; with a pool, in which parts are then sent, `store.multipart.UNSENT_BYTES` more.
     """
 
     def __init__(self, store: ObjectStore, key: str, pool: ThreadPoolExecutor | None = None) -> None:

@@ -26,7 +26,8 @@ from batch_pipeline.results.merge import merge
 from batch_pipeline.results.verify import verify
 from batch_pipeline.settings import Settings
 from batch_pipeline.settings import Store as StoreSettings
-from batch_pipeline.store import ObjectStore, keys, objects
+from batch_pipeline.store import ObjectStore, keys
+from batch_pipeline.store.client import make_client
 from tests.fakes.intake_files import intake_settings, request_line, uploaded
 from tests.fakes.small_model import write_model
 
@@ -326,7 +327,7 @@ def test_compressed_bytes_are_never_unpacked(
 ) -> None:
     ledger, store = Ledger.open(sqlite_url), ObjectStore.open(store_settings)
     data = gzip.compress((request_line(1) + b"\n") * 100_000)
-    objects.make_client(store_settings).put_object(
+    make_client(store_settings).put_object(
         Bucket=store.bucket, Key=keys.inbox("acme", "x"), Body=data, ContentEncoding="gzip"
     )
     (taken,) = drop.take_drops(ledger=ledger, store=store, settings=settings, limit=10)

@@ -15,7 +15,7 @@ from dagster import DagsterRunStatus
 
 from batch_pipeline import settings as configuration
 from batch_pipeline.ledger.records import Batch
-from batch_pipeline.store import objects
+from batch_pipeline.store.client import make_client
 from resources.run_process import ENDED_TAG, LOST, PREEMPTED
 from tests.fakes.batches import chat_request, make_batch
 from tests.fakes.clusters import Cluster, real_cluster, small_cluster
@@ -56,7 +56,7 @@ def service(
     cluster: Cluster,
 ) -> Iterator[Stack]:
     store = msgspec.structs.replace(s3_server, bucket=f"test-{secrets.token_hex(6)}")
-    objects.make_client(store).create_bucket(Bucket=store.bucket)
+    make_client(store).create_bucket(Bucket=store.bucket)
     with stack(tmp_path_factory.mktemp("stack"), store, postgres_server, cluster) as running:
         for model in ("unplaceable", "unpullable"):
             submit(running, model, requests=1, model=model)

@@ -14,15 +14,8 @@ import pytest
 from batch_pipeline import settings as configuration
 from batch_pipeline.embedded.ports import LOOPBACK, free_ports
 from batch_pipeline.errors import StoreError
-from batch_pipeline.store import objects
-from batch_pipeline.store.objects import (
-    MIN_PART_BYTES,
-    PART_BYTES,
-    ObjectInfo,
-    ObjectMissing,
-    ObjectStore,
-    PreconditionFailed,
-)
+from batch_pipeline.store import ObjectInfo, ObjectMissing, ObjectStore, PreconditionFailed, objects
+from batch_pipeline.store.multipart import MIN_PART_BYTES, PART_BYTES
 
 RACERS, ROUNDS = 8, 3
 """Few rounds, since SeaweedFS makes the losers of a race wait for whole seconds."""

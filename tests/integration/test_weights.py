@@ -14,7 +14,7 @@ import pytest
 from batch_pipeline import settings as configuration
 from batch_pipeline.errors import OperatorError, StoreError
 from batch_pipeline.store import ObjectStore
-from batch_pipeline.store.objects import make_client
+from batch_pipeline.store.client import make_client
 from batch_pipeline.store.weights import fetch
 
 FILES = {
