@@ -1,6 +1,7 @@
 """Housekeeping as a job, and its schedule: what is over leaves the ledger, the bucket and the list of partitions."""
 
 import itertools
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
 
@@ -8,10 +9,11 @@ import dagster as dg
 from dagster import DagsterInstance, RunsFilter
 from dagster._core.execution.backfill import BulkActionsFilter, BulkActionStatus
 from dagster._core.storage.dagster_run import FINISHED_STATUSES
-from dagster._core.storage.tags import ASSET_PARTITION_RANGE_START_TAG, PARTITION_NAME_TAG
+from dagster._core.storage.tags import ASSET_PARTITION_RANGE_START_TAG, PARTITION_NAME_TAG, REPOSITORY_LABEL_TAG
 from pydantic import Field
 
 from assets.partitions import GROUP, batches
+from assets.usage_report import usage_report
 from batch_pipeline import housekeeping
 from batch_pipeline.housekeeping import Report, Step
 from batch_pipeline.ledger import Ledger
@@ -19,10 +21,12 @@ from batch_pipeline.settings import Retention, Settings
 from resources import Service
 from resources.run_process import run_process
 from sensors.runs import UNDER_WAY
+from sensors.usage_report import report_usage_job
 
 EVERY_HALF_HOUR = "*/30 * * * *"
 _BETWEEN_LOOKS = 20
 """Partitions that are deleted between two looks at the runs under way: deleting one takes up to 0.1 s."""
+_PAGE = 500
 _BACKFILLS_UNDER_WAY = [BulkActionStatus.REQUESTED, BulkActionStatus.CANCELING, BulkActionStatus.FAILING]
 
 
@@ -50,7 +54,8 @@ def tidy_up(context: dg.OpExecutionContext, config: HousekeepingConfig, service:
         context.log.warning(failure)
     settings, ledger = parts.settings, parts.ledger
     partitions = delete_partitions(context.instance, ledger, settings.retention, dry_run=config.dry_run)
-    runs = delete_runs(context.instance, settings, ledger.now(), dry_run=config.dry_run)
+    location = _location_of(context.run)
+    runs = delete_runs(context.instance, settings, ledger.now(), location=location, dry_run=config.dry_run)
     context.add_output_metadata({**_figures(report), "partitions": partitions, "runs": runs, "dry_run": config.dry_run})
 
 
@@ -101,20 +106,43 @@ def delete_partitions(instance: DagsterInstance, ledger: Ledger, retention: Rete
     return deleted
 
 
-def delete_runs(instance: DagsterInstance, settings: Settings, now: float, *, dry_run: bool = False) -> int:
+def delete_runs(
+    instance: DagsterInstance, settings: Settings, now: float, *, location: str | None, dry_run: bool = False
+) -> int:
     """Delete runs that ended so long ago that the partition of each batch they can have served is gone by its age.
 
-    They are those of workers, schedules and backfills. Returns how many, at most `retention.per_run`.
-    With a run its events go. Killed half-way, the next run deletes the rest.
+    They are those of workers, schedules and backfills of this code location, by its name as Dagster has it: others may
+    have theirs in the same Dagster. None where it has no name: then nobody can tell them apart. Those of usage reports
+    stay: with a run its events go, and a day without them would be one that was never reported. Returns how many, at
+    most `retention.per_run`. Killed half-way, the next run deletes the rest.
     """
+    if location is None:
+        return 0
     days = settings.retention.partitions_days
     before = datetime.fromtimestamp(now - days * 86_400 - settings.intake.max_window_seconds, UTC)
-    over = RunsFilter(statuses=FINISHED_STATUSES, updated_before=before)
-    run_ids = instance.get_run_ids(over, limit=settings.retention.per_run)
+    ours = {REPOSITORY_LABEL_TAG: location}
+    over = RunsFilter(statuses=FINISHED_STATUSES, updated_before=before, tags=ours)
+    run_ids = [*itertools.islice(_served_batches(instance, over), settings.retention.per_run)]
     if not dry_run:
         for run_id in run_ids:
             instance.delete_run(run_id)
     return len(run_ids)
+
+
+def _location_of(run: dg.DagsterRun) -> str | None:
+    """Return the name of a run's code location; None where it was not launched from one."""
+    origin = run.remote_job_origin
+    return None if origin is None else origin.repository_origin.get_label()
+
+
+def _served_batches(instance: DagsterInstance, wanted: RunsFilter) -> Iterator[str]:
+    """Yield the ids of the runs that did not report usage, newest first."""
+    page = instance.get_runs(wanted, limit=_PAGE)
+    while page:
+        for run in page:
+            if run.job_name != report_usage_job.name and usage_report.key not in (run.asset_selection or ()):
+                yield run.run_id
+        page = instance.get_runs(wanted, cursor=page[-1].run_id, limit=_PAGE)
 
 
 def _partitions_under_way(instance: DagsterInstance) -> set[str] | None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import dagster as dg
 import pytest
 from dagster import DagsterRunStatus
+from dagster._core.storage.tags import REPOSITORY_LABEL_TAG
 from dagster._core.test_utils import create_run_for_test
 
 from batch_pipeline import settings as configuration
@@ -22,6 +24,8 @@ from tests.fakes.clock import SteppedClock
 from tests.fakes.ledger_values import MODEL, finish, result_of, submitted
 
 DAY = 86_400.0
+HERE = "__repository__@batch_pipeline"
+"""The code location, as Dagster labels its runs."""
 
 
 @pytest.fixture
@@ -83,7 +87,7 @@ def test_the_runs_of_a_partition_go_with_it_and_others_once_no_partition_can_be_
     instance.add_dynamic_partitions("batches", [old, new])
 
     def run(status: DagsterRunStatus = DagsterRunStatus.SUCCESS, **tags: str) -> str:
-        return create_run_for_test(instance, status=status, tags=tags).run_id
+        return create_run_for_test(instance, status=status, tags={REPOSITORY_LABEL_TAG: HERE, **tags}).run_id
 
     gone = {run(**{"dagster/partition": old}) for _ in range(2)}
     merge, worker = run(**{"dagster/partition": new}), run()
@@ -97,10 +101,34 @@ def test_the_runs_of_a_partition_go_with_it_and_others_once_no_partition_can_be_
 
     longest_days = settings.retention.partitions_days + settings.intake.max_window_seconds / DAY
     now = datetime.now(UTC).timestamp()
-    assert delete_runs(instance, settings, now + (longest_days - 1) * DAY) == 0
-    assert delete_runs(instance, settings, now + (longest_days + 1) * DAY, dry_run=True) == 2
-    assert delete_runs(instance, settings, now + (longest_days + 1) * DAY) == 2
+    assert delete_runs(instance, settings, now + (longest_days - 1) * DAY, location=HERE) == 0
+    assert delete_runs(instance, settings, now + (longest_days + 1) * DAY, location=HERE, dry_run=True) == 2
+    assert delete_runs(instance, settings, now + (longest_days + 1) * DAY, location=HERE) == 2
     assert instance.get_run_ids() == [under_way]
+
+
+def test_runs_of_others_in_the_same_dagster_and_those_of_usage_reports_stay(
+    instance: dg.DagsterInstance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A day whose run has gone would be one that was never reported."""
+    monkeypatch.setattr("sensors.housekeeping._PAGE", 2)
+
+    def run(location: str = HERE, job_name: str = "gpu_worker_a", **more: Any) -> str:
+        tags = {REPOSITORY_LABEL_TAG: location}
+        return create_run_for_test(instance, job_name, status=DagsterRunStatus.SUCCESS, tags=tags, **more).run_id
+
+    worker = run()
+    kept = [
+        run(location="__repository__@another"),
+        run(job_name="report_usage"),
+        run(job_name="__ASSET_JOB", asset_selection=frozenset([dg.AssetKey("usage_report")])),
+    ]
+    other_worker = run()
+    years = datetime.now(UTC).timestamp() + 1000 * DAY
+    assert delete_runs(instance, Settings(), years, location=None) == 0
+    assert set(instance.get_run_ids()) == {worker, other_worker, *kept}
+    assert delete_runs(instance, Settings(), years, location=HERE) == 2
+    assert set(instance.get_run_ids()) == set(kept)
 
 
 def test_which_partitions_may_go_is_a_pure_choice() -> None:
