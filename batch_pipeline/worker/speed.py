@@ -9,12 +9,17 @@ HALF_LIFE_SECONDS = 120.0
 class Speedometer:
     """Pure: the caller tells the time and reads the counters, every few seconds.
 
-    Time in which the engine has nothing to do does not count: it says nothing of how fast the worker would be.
+    Time in which the engine has nothing to do does not count: it says nothing of how fast the worker would be. What was
+    measured fades when something newer is, and not before: where requests take longer than the half-life, the speed
+    would else be nearly nothing until they finish, and many times too much when they do.
     """
 
     def __init__(self) -> None:
         self._tokens = 0.0
         self._seconds = 0.0
+        self._age_seconds = 0.0
+        """Since anything has finished; and what of that the worker was busy."""
+        self._busy_seconds = 0.0
         self._before: tuple[float, int, bool] | None = None
 
     def look(self, now: float, tokens: int, is_busy: bool) -> float | None:
@@ -25,10 +30,14 @@ class Speedometer:
         """
         if self._before is not None:
             then, had, was_busy = self._before
-            fading = 0.5 ** ((now - then) / HALF_LIFE_SECONDS)
-            self._tokens = self._tokens * fading + (tokens - had)
-            self._seconds *= fading
+            self._age_seconds += now - then
             if was_busy or is_busy or tokens > had:
-                self._seconds += now - then
+                self._busy_seconds += now - then
+            if tokens > had:
+                fading = 0.5 ** (self._age_seconds / HALF_LIFE_SECONDS)
+                self._tokens = self._tokens * fading + (tokens - had)
+                self._seconds = self._seconds * fading + self._busy_seconds
+                self._age_seconds = self._busy_seconds = 0.0
         self._before = (now, tokens, is_busy)
-        return self._tokens / self._seconds if self._tokens > 0 and self._seconds > 0 else None
+        seconds = self._seconds + self._busy_seconds
+        return self._tokens / seconds if self._tokens > 0 and seconds > 0 else None

@@ -58,8 +58,21 @@ def test_a_speed_is_of_busy_time_alone() -> None:
 
 
 def test_what_was_measured_long_ago_counts_less() -> None:
-    meter = Speedometer()
+    meter, half_life = Speedometer(), int(HALF_LIFE_SECONDS)
     meter.look(0.0, 0, True)
-    meter.look(HALF_LIFE_SECONDS, 100 * int(HALF_LIFE_SECONDS), True)
-    now = meter.look(2 * HALF_LIFE_SECONDS, 100 * int(HALF_LIFE_SECONDS), True)
-    assert now == pytest.approx(100.0 / 3, rel=0.01)
+    meter.look(HALF_LIFE_SECONDS, 100 * half_life, True)
+    now = meter.look(2 * HALF_LIFE_SECONDS, 100 * half_life + 10 * half_life, True)
+    assert now == pytest.approx((100 / 2 + 10) / 1.5, rel=0.01)
+
+
+@pytest.mark.parametrize("apart_seconds", [0.0, 37.5])
+def test_requests_that_take_longer_than_the_half_life_make_no_other_speed(apart_seconds: float) -> None:
+    """Answers of twenty minutes, 32 at a time: all at once, or one after the other."""
+    takes, meter = 1200.0, Speedometer()
+    ends = [takes + number * apart_seconds for number in range(32)]
+    speeds = []
+    for moment in range(0, 7200, 5):
+        rounds = [int((moment - end) // takes) + 1 for end in ends if moment >= end]
+        speed = meter.look(float(moment), 1000 * sum(rounds), True)
+        speeds += [speed / (32 * 1000 / takes)] if speed is not None and moment > 2 * takes else []
+    assert 0.45 < min(speeds) <= max(speeds) < 1.2
