@@ -5,6 +5,8 @@ of any batch until there is no work, it is told to leave, or its lifetime ends. 
 """
 
 import logging
+from collections.abc import Mapping
+from typing import Any, cast
 
 import dagster as dg
 from pydantic import Field
@@ -53,6 +55,12 @@ def dedicated_request(model_name: str, batch_id: str) -> dg.RunRequest:
     """Return the request of a worker that serves one batch alone."""
     config = {"ops": {_op_name(model_name): {"config": {"batches": [batch_id]}}}}
     return dg.RunRequest(job_name=job_name(model_name), run_config=config, tags={DEDICATED_TAG: batch_id})
+
+
+def is_dedicated(run: dg.DagsterRun) -> bool:
+    """Whether a worker's run serves given batches alone, by the sensor's or an operator's word."""
+    ops = cast(Mapping[str, Any], run.run_config.get("ops") or {})
+    return any((op.get("config") or {}).get("batches") for op in ops.values())
 
 
 def gpu_worker_job(model_name: str, model: Model, worker_settings: Worker) -> dg.JobDefinition:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import dagster as dg
 import msgspec
 
-from assets.gpu_workers import DEDICATED_TAG, dedicated_request, pool_name
+from assets.gpu_workers import DEDICATED_TAG, dedicated_request, is_dedicated, pool_name
 from batch_pipeline.ledger import Ledger, notices
 from batch_pipeline.ledger.records import WorkerState
 from batch_pipeline.live_load import LiveLoad
@@ -20,6 +20,15 @@ from batch_pipeline.settings import Settings
 from resources import Service
 from sensors import starts, worker_runs
 from sensors.runs import count_under_way, is_failing, pause_seconds
+
+
+class _Given(NamedTuple):
+    """What one tick begins with."""
+
+    runs: dict[str, Sequence[dg.RunRecord]]
+    """Of each model, those under way."""
+    gpus: int
+    """What live traffic leaves."""
 
 
 class _Look(NamedTuple):
@@ -65,7 +74,7 @@ def gpu_worker_sensor(settings: Settings, jobs: Mapping[str, dg.JobDefinition]) 
         if trouble is not None:
             context.log.warning(trouble)
         gpus = max(0, settings.scheduling.total_gpus - needed)
-        look = _look(context.instance, parts.ledger, settings, jobs, gpus)._replace(runs=runs)
+        look = _look(context.instance, parts.ledger, settings, jobs, _Given(runs, gpus))
         _give_way(context, parts.ledger, settings, look)
         _tell(context.instance, parts.ledger, settings, jobs, look)
         requests = [
@@ -174,7 +183,11 @@ def _give_way(context: dg.SensorEvaluationContext, ledger: Ledger, settings: Set
 
 
 def _look(
-    instance: dg.DagsterInstance, ledger: Ledger, settings: Settings, jobs: Mapping[str, dg.JobDefinition], gpus: int
+    instance: dg.DagsterInstance,
+    ledger: Ledger,
+    settings: Settings,
+    jobs: Mapping[str, dg.JobDefinition],
+    given: _Given,
 ) -> _Look:
     backlogs = [backlog for backlog in ledger.backlog() if backlog.model in jobs]
     first_pause = settings.scheduling.retry_run_seconds
@@ -187,6 +200,7 @@ def _look(
         Capacity(
             model=name,
             workers=count_under_way(instance, job.name),
+            dedicated=sum(is_dedicated(record.dagster_run) for record in given.runs[name]),
             pool_limit=settings.models[name].pool_limit,
             gpus_per_worker=settings.models[name].kubernetes.gpus,
         )
@@ -195,10 +209,10 @@ def _look(
     launches = plan_workers(
         [backlog for backlog in backlogs if backlog.model not in pausing],
         capacities,
-        gpus,
+        given.gpus,
         settings.scheduling.chunks_per_worker,
     )
-    return _Look({}, backlogs, pausing, capacities, launches, gpus)
+    return _Look(given.runs, backlogs, pausing, capacities, launches, given.gpus)
 
 
 def _tell(

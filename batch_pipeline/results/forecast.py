@@ -137,7 +137,14 @@ def _fleet(queue: ModelQueue, shared: Sequence[Worker], there: Sequence[Worker],
         gpus = model.kubernetes.gpus
         most_workers = min(model.pool_limit, settings.scheduling.total_gpus // gpus if gpus else model.pool_limit)
         held = sum(settings.models[w.model].kubernetes.gpus for w in there if w.model in settings.models)
-        capacity = Capacity(model=queue.model, workers=len(staying), pool_limit=model.pool_limit, gpus_per_worker=gpus)
+        dedicated = sum(worker.model == queue.model and bool(worker.batches) for worker in there)
+        capacity = Capacity(
+            model=queue.model,
+            workers=len(staying) + dedicated,
+            dedicated=dedicated,
+            pool_limit=model.pool_limit,
+            gpus_per_worker=gpus,
+        )
         free = max(settings.scheduling.total_gpus - held, 0)
         launches = to_launch(_backlog(queue, bool(staying)), capacity, free, settings.scheduling.chunks_per_worker)
     declared = None if model is None else model.tokens_per_second

@@ -22,8 +22,15 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     workers: int
     """Workers that run, start or are queued as runs."""
+    dedicated: int = 0
+    """Of those, the ones that serve given batches alone: for the others they do nothing."""
     pool_limit: int
     gpus_per_worker: int
+
+    @property
+    def shared(self) -> int:
+        """Workers that any batch may have."""
+        return max(self.workers - self.dedicated, 0)
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,13 +45,13 @@ def plan_workers(
 ) -> list[Launch]:
     """Return which workers to launch now.
 
-    A model gets a worker for every `chunks_per_worker` pending chunks, up to its pool's limit, and one at least where
-    anything is pending. GPUs that are left go one by one: first to models without a worker, so that none waits while
-    another gets several, then to the model with the most pending tokens per worker (ties: the nearest deadline). A GPU
-    that a model cannot use is not held.
+    A model gets a worker, beside dedicated ones, for every `chunks_per_worker` pending chunks, up to its pool's limit,
+    and one at least where anything is pending. GPUs that are left go one by one: first to models without a worker, so
+    that none waits while another gets several, then to the model with the most pending tokens per worker (ties: the
+    nearest deadline). A GPU that a model cannot use is not held.
     """
     by_model = {capacity.model: capacity for capacity in capacities}
-    workers = {capacity.model: capacity.workers for capacity in capacities}
+    workers = {capacity.model: capacity.shared for capacity in capacities}
     free = total_gpus - sum(capacity.workers * capacity.gpus_per_worker for capacity in capacities)
     launched: dict[str, int] = {}
     while True:
@@ -72,7 +79,11 @@ def plan_workers(
 
 
 def wanted_workers(backlog: Backlog, capacity: Capacity, chunks_per_worker: int) -> int:
-    """Return how many workers a model should have for its backlog, with those that it has; 0 where nothing waits."""
+    """Return how many workers a model should have for its backlog, with those that it has and beside dedicated ones; 0
+    where nothing waits.
+    """
     if backlog.pending == 0:
         return 0
-    return min(capacity.pool_limit, -(-(backlog.pending + backlog.leased) // chunks_per_worker))
+    return min(
+        max(capacity.pool_limit - capacity.dedicated, 0), -(-(backlog.pending + backlog.leased) // chunks_per_worker)
+    )

@@ -43,7 +43,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
 
 def to_launch(backlog: Backlog, capacity: Capacity, free_gpus: int, chunks_per_worker: int) -> int:
     """Return how many more workers a model gets for its backlog, if no other model takes the free GPUs."""
-    wanted = wanted_workers(backlog, capacity, chunks_per_worker) - capacity.workers
+    wanted = wanted_workers(backlog, capacity, chunks_per_worker) - capacity.shared
     return max(min(wanted, free_gpus // capacity.gpus_per_worker if capacity.gpus_per_worker else wanted), 0)
 
 

@@ -84,7 +84,8 @@ class _Plan:
 
     def __init__(self, cluster: Cluster, rules: Rules) -> None:
         self.capacities = {capacity.model: capacity for capacity in cluster.capacities}
-        self.workers = {capacity.model: capacity.workers for capacity in cluster.capacities}
+        self.workers = {capacity.model: capacity.shared for capacity in cluster.capacities}
+        """Beside dedicated ones."""
         self.asked: list[Departure] = []
         self._now = cluster.now
         self._rules = rules
@@ -92,11 +93,11 @@ class _Plan:
         known = [holder for holder in cluster.holders if holder.model in self.capacities]
         self._staying = [holder for holder in known if not holder.is_leaving]
         self._colleagues = Counter(holder.model for holder in self._staying)
-        self._free = cluster.gpus - sum(count * self._gpus(model) for model, count in self.workers.items())
+        self._free = cluster.gpus - sum(made.workers * made.gpus_per_worker for made in cluster.capacities)
         for holder in known:
             if holder.is_leaving:
                 self._free += self._gpus(holder.model)
-                self.workers[holder.model] -= 1
+                self.workers[holder.model] -= not holder.is_dedicated
 
     def wanted(self, backlog: Backlog) -> int:
         """Return how many workers the model should have."""
@@ -127,7 +128,7 @@ class _Plan:
         self._colleagues[holder.model] -= 1
         self._free += self._gpus(holder.model)
         # One whose run has just ended is not counted any more, and may still be heard of.
-        self.workers[holder.model] = max(self.workers[holder.model] - 1, 0)
+        self.workers[holder.model] = max(self.workers[holder.model] - (not holder.is_dedicated), 0)
         self.asked.append(Departure(worker_id=holder.worker_id, reason=reason))
 
     def _givers(self, backlog: Backlog) -> Iterator[Holder]:

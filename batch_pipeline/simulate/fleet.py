@@ -146,10 +146,12 @@ class Fleet:
 
     def capacities(self) -> list[Capacity]:
         """Return what `plan_workers` wants to know."""
+        dedicated = Counter(worker.model for worker in self.workers.values() if worker.dedicated_to is not None)
         return [
             Capacity(
                 model=name,
                 workers=self._of_model[name],
+                dedicated=dedicated[name],
                 pool_limit=model.pool_limit,
                 gpus_per_worker=model.gpus_per_worker,
             )

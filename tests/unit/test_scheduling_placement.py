@@ -31,6 +31,14 @@ capacities_of = st.lists(
 )
 
 
+def test_a_dedicated_worker_is_none_for_the_batches_that_it_does_not_serve() -> None:
+    own = Capacity(model="a", workers=1, dedicated=1, pool_limit=2, gpus_per_worker=1)
+    assert plan_workers([backlog("a", 3)], [own], 2, 8) == [Launch(model="a", workers=1)]
+    assert plan_workers([backlog("a", 3)], [own], 1, 8) == [], "its GPU is not there for others"
+    full = Capacity(model="a", workers=1, dedicated=1, pool_limit=1, gpus_per_worker=1)
+    assert plan_workers([backlog("a", 3)], [full], 2, 8) == [], "nor is its place in the pool"
+
+
 @given(backlogs_of, capacities_of, st.integers(0, 12), st.integers(1, 8))
 def test_it_never_exceeds_a_pool_or_the_gpus_and_launches_nothing_without_work(
     backlogs: list[Backlog], capacities: list[Capacity], total_gpus: int, per_worker: int

@@ -47,6 +47,15 @@ def test_two_models_on_one_gpu_take_turns_of_ten_times_the_loading_time() -> Non
     assert ask(work, room, [holder("w", "a", 1000.0)], 1, slow) == []
 
 
+def test_a_model_whose_one_worker_is_dedicated_gets_a_turn_like_one_without() -> None:
+    work = [backlog("a", 100), backlog("b", 3)]
+    own = Capacity(model="b", workers=1, dedicated=1, pool_limit=8, gpus_per_worker=1)
+    workers = [holder("w", "a", 1000.0), holder("own", "b", own=True)]
+    assert names(ask(work, [capacity("a", 1), own], workers, 2)) == ["w"]
+    assert names(ask(work, [capacity("a", 1), own], workers, 1)) == ["w"], "live traffic: a dedicated one goes last"
+    assert names(ask(work, [capacity("a", 1), own], workers, 0)) == ["w", "own"]
+
+
 def test_a_worker_with_nothing_left_to_do_goes_at_once_and_one_that_loads_is_left_alone() -> None:
     work = [backlog("b", 100)]
     room = [capacity("a", 1), capacity("b", 0)]
