@@ -6,6 +6,7 @@ Plain ASGI, so that nothing that is streamed, in or out, is gathered in memory o
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import secrets
 
@@ -16,13 +17,18 @@ from batch_pipeline.api import problems
 
 MOST_BODY_BYTES = 1024 * 1024
 """Of a body that is read as a whole. Those that are streamed have limits of their own."""
+WHOLE_BODY_SECONDS = 300.0
+"""In which such a body has to come: it is read before the key is looked at, so anybody can begin one."""
 _STREAMED = re.compile(r"/v1/(?:files|uploads/[^/]+/parts|messages/batches)/?")
 _ID_HEADERS = (b"x-request-id", b"request-id")
 """OpenAI's name of it, and Anthropic's."""
 
 
 class Requests:
-    """The middleware. `idle_seconds`: how long a client may send nothing of a body that it has not finished."""
+    """The middleware. `idle_seconds`: how long a client may send nothing of a body that it has not finished.
+
+    One that is read as a whole may not take longer than WHOLE_BODY_SECONDS either, however steadily it comes.
+    """
 
     def __init__(self, app: ASGIApp, idle_seconds: float) -> None:
         self._app = app
@@ -57,16 +63,21 @@ class Requests:
         is_streamed = scope["method"] == "POST" and _STREAMED.fullmatch(scope["path"]) is not None
         is_whole = False
         size = 0
+        loop = asyncio.get_running_loop()
+        give_up_at = math.inf if is_streamed else loop.time() + WHOLE_BODY_SECONDS
 
         async def bounded() -> Message:
             nonlocal is_whole, size
             if is_whole:
                 return await receive()
+            left_seconds = give_up_at - loop.time()
             try:
-                message = await asyncio.wait_for(receive(), self._idle_seconds)
+                message = await asyncio.wait_for(receive(), min(self._idle_seconds, left_seconds))
             except TimeoutError as error:
-                said = f"nothing of the body came for {self._idle_seconds:.0f} seconds; send it again"
-                raise HTTPException(408, said) from error
+                said = f"nothing of the body came for {self._idle_seconds:.0f} seconds"
+                if left_seconds < self._idle_seconds:
+                    said = f"the body was not there after {WHOLE_BODY_SECONDS:.0f} seconds"
+                raise HTTPException(408, f"{said}; send it again") from error
             is_whole = not message.get("more_body", False)
             size += len(message.get("body", b""))
             if size > MOST_BODY_BYTES and not is_streamed:

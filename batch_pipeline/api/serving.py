@@ -19,12 +19,15 @@ _BACKLOG = 2048
 _MOST_HEAD_BYTES = 64 * 1024
 _TOO_LONG = "The head of the request is too long."
 HEAD_SECONDS = 30.0
+UNREAD_SECONDS = 300.0
+"""For what a client still sends of a body after its answer: many read the answer only then."""
 _KEEP_ALIVE_SECONDS = 75
 """Longer than clients keep an idle connection (httpx, under both SDKs: 5 s): none is closed as it is used again."""
 
 
 class BoundedHeads(HttpToolsProtocol):
-    """Closes a connection whose request's head is too long, or not whole in time: anybody can open one, with no key.
+    """Closes a connection whose request's head is too long, or not whole in time, or that goes on with a body which was
+    answered already: anybody can open one, with no key.
 
     uvicorn bounds only how long a connection is idle between two requests. Its other parser (h11) bounds the size of a
     head, and costs a short request as much as all else does; of a body it makes more copies.
@@ -41,7 +44,7 @@ class BoundedHeads(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for the first head."""
         super().connection_made(transport)
-        self._wait()
+        self._wait(HEAD_SECONDS)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Wait no more."""
@@ -56,10 +59,10 @@ class BoundedHeads(HttpToolsProtocol):
             if self._head_bytes > _MOST_HEAD_BYTES and not self.transport.is_closing():
                 self.send_400_response(_TOO_LONG)
         is_answering = self.cycle is not None and not self.cycle.response_complete
-        if self._is_in_body or is_answering:
+        if is_answering:
             self._stop()
         else:
-            self._wait()
+            self._wait(UNREAD_SECONDS if self._is_in_body else HEAD_SECONDS)
 
     def on_message_begin(self) -> None:
         """Begin to count."""
@@ -81,13 +84,14 @@ class BoundedHeads(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        """Take note that the next data is another request's."""
+        """Take note that the next data is another request's, which has its own time."""
         self._is_in_body = False
+        self._stop()
         super().on_message_complete()
 
-    def _wait(self) -> None:
+    def _wait(self, seconds: float) -> None:
         if self._waiting is None:
-            self._waiting = self.loop.call_later(HEAD_SECONDS, self.timeout_keep_alive_handler)
+            self._waiting = self.loop.call_later(seconds, self.timeout_keep_alive_handler)
 
     def _stop(self) -> None:
         if self._waiting is not None:

@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from batch_pipeline.api import openai_uploads, serving
+from batch_pipeline.api import openai_uploads, requests, serving
 from batch_pipeline.ledger import Ledger
 from batch_pipeline.settings import Settings
 from batch_pipeline.store import ObjectStore
@@ -149,6 +149,42 @@ def test_a_head_that_does_not_end_is_given_up(
                     assert connection.recv(10_000).startswith(b"HTTP/1.1 200")
                 connection.settimeout(0.1)
                 assert _is_closed_while_it_sends(connection)
+
+
+def test_a_body_that_never_ends_is_given_up_though_it_goes_on_arriving(
+    ledger: Ledger, store: ObjectStore, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody needs a key to begin one: it is read before the key is looked at."""
+    monkeypatch.setattr(requests, "WHOLE_BODY_SECONDS", 0.5)
+    with service.running(ledger, store, settings) as served:
+        host, port = served.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=30) as connection:
+            connection.sendall(b"POST /v1/batches HTTP/1.1\r\nHost: here\r\nContent-Length: 1000000\r\n\r\n")
+            connection.settimeout(0.1)
+            assert _answer_while_it_sends(connection).startswith(b"HTTP/1.1 408")
+
+
+def test_a_body_that_goes_on_behind_its_answer_is_given_up(
+    ledger: Ledger, store: ObjectStore, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "UNREAD_SECONDS", 0.5)
+    with service.running(ledger, store, settings) as served:
+        host, port = served.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=30) as connection:
+            connection.sendall(b"POST /v1/files HTTP/1.1\r\nHost: here\r\nContent-Length: 1000000\r\n\r\n")
+            assert connection.recv(10_000).startswith(b"HTTP/1.1 401")
+            connection.settimeout(0.1)
+            assert _is_closed_while_it_sends(connection)
+
+
+def _answer_while_it_sends(connection: socket.socket) -> bytes:
+    for _ in range(300):
+        connection.sendall(b" ")
+        try:
+            return connection.recv(1000)
+        except TimeoutError:
+            continue
+    return b""
 
 
 def _is_closed_while_it_sends(connection: socket.socket) -> bool:
