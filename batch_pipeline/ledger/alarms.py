@@ -65,18 +65,24 @@ class Alarms:
         self._database = database
 
     def raise_alarm(self, kind: AlarmKind, subject: str, text: str, *, occurrence: str = "") -> bool:
-        """Raise an alarm; False where that very occurrence has been raised already."""
+        """Raise an alarm; False where that very occurrence has been raised already. That is not told again, but is not
+        over any more.
+        """
         named = f"{kind}\n{subject}\n{occurrence}".encode()
+        alarm_id = f"alarm_{hashlib.sha256(named).hexdigest()[:32]}"
         with self._database.write() as tx:
             insert = insert_for(tx, alarms).values(
-                alarm_id=f"alarm_{hashlib.sha256(named).hexdigest()[:32]}",
+                alarm_id=alarm_id,
                 kind=kind,
                 subject=subject[:200],
                 text=text[:_MOST_CHARACTERS],
                 raised_at=tx.now,
             )
             raised = insert.on_conflict_do_nothing().returning(alarms.c.alarm_id)
-            return tx.connection.execute(raised).first() is not None
+            if tx.connection.execute(raised).first() is not None:
+                return True
+            self._set(tx, (alarms.c.alarm_id == alarm_id) & alarms.c.over_at.is_not(None), over_at=None)
+            return False
 
     def resolve(self, kind: AlarmKind, subject: str) -> int:
         """Note that what the alarms of a kind about a subject told of has passed; returns how many there were."""

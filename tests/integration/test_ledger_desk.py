@@ -169,6 +169,15 @@ def test_the_same_occurrence_is_one_alarm(stepped: Ledger) -> None:
     assert [alarm.subject for alarm in stepped.alarms.recent(only_current=True)] == ["run-1"]
 
 
+def test_what_an_alarm_tells_of_is_current_again_when_it_comes_back(stepped: Ledger) -> None:
+    """As a batch that was at risk, was to be in time, and is at risk again: told once, and shown."""
+    assert stepped.alarms.raise_alarm(AlarmKind.BATCH_AT_RISK, "a", "late")
+    assert stepped.alarms.resolve(AlarmKind.BATCH_AT_RISK, "a") == 1
+    assert not stepped.alarms.raise_alarm(AlarmKind.BATCH_AT_RISK, "a", "late again")
+    assert [alarm.subject for alarm in stepped.alarms.recent(only_current=True)] == ["a"]
+    assert stepped.alarms.resolve(AlarmKind.BATCH_AT_RISK, "a") == 1
+
+
 def test_alarms_are_told_together_in_one_message_at_a_time_and_again_until_they_arrive(
     stepped: Ledger, clock: SteppedClock
 ) -> None:
