@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import sqlalchemy as sa
 from sqlalchemy import event
-from sqlalchemy.exc import ArgumentError, InvalidatePoolError
+from sqlalchemy.exc import ArgumentError, DBAPIError, InvalidatePoolError
 from sqlalchemy.pool import ConnectionPoolEntry
 
 from batch_pipeline.errors import OperatorError
@@ -172,12 +172,25 @@ def _configure_postgres(connection: Any, _entry: ConnectionPoolEntry) -> None:
 
 
 def _begin_postgres(connection: sa.Connection) -> None:
-    """Begin, and learn the server's time, in one round trip: by itself each costs as much as a write."""
+    """Begin, and learn the server's time, in one round trip: by itself each costs as much as a write.
+
+    Raises SQLAlchemy's exceptions, as its statements do: the connection of a server that went away is given up.
+    """
     raw: Any = connection.connection
-    with raw.cursor() as cursor:
-        cursor.execute(_BEGIN, prepare=False)  # two commands cannot be prepared as one
-        cursor.nextset()
-        (connection.info[_BEGAN_AT],) = cursor.fetchone()
+    dialect = connection.dialect
+    try:
+        with raw.cursor() as cursor:
+            cursor.execute(_BEGIN, prepare=False)  # two commands cannot be prepared as one
+            cursor.nextset()
+            (connection.info[_BEGAN_AT],) = cursor.fetchone()
+    except dialect.loaded_dbapi.Error as error:
+        is_gone = dialect.is_disconnect(error, raw, None)
+        if is_gone:
+            connection.invalidate(error)
+        of_driver = dialect.loaded_dbapi.Error
+        raise DBAPIError.instance(
+            _BEGIN, None, error, of_driver, connection_invalidated=is_gone, dialect=dialect
+        ) from error
 
 
 def _configure_sqlite(connection: Any, _entry: ConnectionPoolEntry) -> None:
