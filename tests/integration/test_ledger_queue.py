@@ -82,7 +82,7 @@ def _draw_queue(tx: Transaction, draw: random.Random, batch_ids: list[str]) -> N
 
 
 def _picks(rows: list[sa.Row[tuple[object, ...]]], limit: int, conditions: Conditions) -> list[dict[str, int]]:
-    found = {row.batch_id: leasing._found(row, leasing._ratio(row)) for row in rows}
+    found = {row.batch_id: leasing._found(row, leasing.usage_ratio_in(row)) for row in rows}
     shares = {each.waiting.customer: each.share for each in found.values()}
     picks = choose([each.waiting for each in found.values()], shares, limit, conditions)
     return [msgspec.structs.asdict(pick) for pick in picks]
