@@ -29,7 +29,7 @@ def _limit_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for name, words in reversed(_LIMITS.items()):
         command = click.option(f"--{name.replace('_', '-')}", name, type=click.IntRange(1), help=words)(command)
     weight = "Share of a model's service where several customers wait: twice the weight, twice the tokens."
-    return click.option("--weight", type=click.FloatRange(0, min_open=True), help=weight)(command)
+    return click.option("--weight", type=float, help=weight)(command)
 
 
 @click.group("customers")

@@ -29,7 +29,8 @@ _KEY_BYTES = 32
 _PREFIX_CHARACTERS = 10
 _MOST_LABEL_CHARACTERS = 200
 _LIMITS = Limits.__struct_fields__
-
+LEAST_WEIGHT, MOST_WEIGHT = 0.001, 1_000_000.0
+"""A counter of the fair queue is tokens over weight: it has to stay a number that a token changes."""
 
 # Built once: it is asked for with every request to the API.
 _BY_SECRETS = (
@@ -228,8 +229,11 @@ def _checked(weight: float | None, limits: dict[str, int] | dict[str, int | None
     """Return the columns to set. Raises CustomerError."""
     values: dict[str, Any] = {}
     if weight is not None:
-        if not 0 < weight < 1e6:
-            raise CustomerError(codes.INVALID_OPTION, f"a weight is above 0 and below a million, not {weight}")
+        if not LEAST_WEIGHT <= weight <= MOST_WEIGHT:
+            raise CustomerError(
+                codes.INVALID_OPTION,
+                f"a weight is {LEAST_WEIGHT:g} to {MOST_WEIGHT:,.0f}, where 1 is usual, not {weight}",
+            )
         values["weight"] = weight
     for name, limit in limits.items():
         if name not in _LIMITS:

@@ -62,6 +62,8 @@ def test_limits_are_set_shown_and_forgotten_again(config: Path, capsys: pytest.C
     [
         (("add", "Acme!"), "customer 'Acme!'"),
         (("set", "nobody", "--weight", "1"), "no customer nobody"),
+        (("set", "acme", "--weight", "5e-324"), "a weight is 0.001 to 1,000,000, where 1 is usual, not 5e-324"),
+        (("add", "bolt", "--weight", "nan"), "a weight is 0.001 to 1,000,000, where 1 is usual, not nan"),
         (("show", "nobody"), "no customer nobody"),
         (("keys", "list", "nobody"), "no customer nobody"),
         (("keys", "revoke", "acme", "key_x"), "customer acme has no key key_x"),
