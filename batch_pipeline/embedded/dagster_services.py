@@ -21,6 +21,10 @@ DEFINITIONS = "batch_pipeline.definitions"
 LOCATION = "batch_pipeline"
 _OTHER_RUNS = 2
 """Housekeeping, reports, and what operators launch."""
+_HEARTBEAT_SECONDS = 600
+"""For so long the process that has loaded the code waits for a sign of the code server that started it. On a busy
+machine Dagster's own 30 s pass without one; the process then ends, and nothing starts another.
+"""
 _TIMEOUTS = {
     # Dagster's own minute is too short for a tick that copies files of many gigabytes inside the store,
     "DAGSTER_SENSOR_GRPC_TIMEOUT_SECONDS": "600",
@@ -134,7 +138,10 @@ def dagster_services(
     variables = {**environment, "DAGSTER_HOME": str(home), **_TIMEOUTS}
     code_server = Service(
         name="dagster-code-server",
-        command=_program("dagster", "code-server", "start", "-m", definitions, "-h", LOOPBACK, "-p", str(port)),
+        command=_program(
+            *("dagster", "code-server", "start", "-m", definitions, "-h", LOOPBACK, "-p", str(port)),
+            *("--heartbeat-ttl", str(_HEARTBEAT_SECONDS)),
+        ),
         environment=variables,
         run_dir=run_dir,
         log_dir=log_dir,
