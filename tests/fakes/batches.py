@@ -20,9 +20,9 @@ CHAT = "/v1/chat/completions"
 MODEL = "smollm2-135m"
 
 
-def chat_request(index: int, prompt: str, max_tokens: int = 16) -> ChunkRequest:
+def chat_request(index: int, prompt: str, max_tokens: int = 16, **sampling: object) -> ChunkRequest:
     """Return a request with the custom_id `request-INDEX`."""
-    body = {"model": MODEL, "messages": [{"role": "user", "content": prompt}], "max_tokens": max_tokens}
+    body = {"model": MODEL, "messages": [{"role": "user", "content": prompt}], "max_tokens": max_tokens, **sampling}
     return ChunkRequest(index, f"request-{index}", json.dumps(body).encode(), len(prompt.split()), max_tokens)
 
 

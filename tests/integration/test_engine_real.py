@@ -188,7 +188,7 @@ def test_a_worker_runs_a_batch_on_the_real_engine(
 ) -> None:
     ledger = Ledger.open(sqlite_url)
     questions = ["What is the capital of France?", "What colour is the sky?", "How many legs has a dog?", "Say yes."]
-    requests = [chat_request(index, question, 12) for index, question in enumerate(questions * 2)]
+    requests = [chat_request(index, question, 12, temperature=0) for index, question in enumerate(questions * 2)]
     requests[5] = chat_request(5, "too much", 5000)
     batch = make_batch(ledger, store, [requests[:4], requests[4:]])
     # As on an engine that live traffic uses too: with a priority, and under the governor.
