@@ -115,7 +115,7 @@ def _in_hands_seconds(batch: QueuedBatch, supply: Supply) -> float:
 
 
 class _Piece:
-    """A part of a batch that is served as one: what workers have of it, all that waits but its last chunk, or that."""
+    """A part of a batch that is served as one: all that waits but its last chunk, or that."""
 
     __slots__ = ("begins_last", "left", "size", "waiting")
 
@@ -158,7 +158,8 @@ class _Fluid:
         self._conditions = conditions
         # Others flow on beside the help, however slowly.
         self._help_share = min(help_share, _MOST_HELP)
-        self._delivered = 0.0
+        # What workers have in hands comes first, whoever's turn it is; the counters have it already.
+        self._delivered = sum(batch.leased_tokens for batch in queued)
         self._customers: dict[str, _Customer] = {}
         self._left: dict[str, float] = {}
         """Of each batch, what its pieces that are not done had at the beginning; and how many they are."""
@@ -181,20 +182,14 @@ class _Fluid:
     def _fill(self, queued: Sequence[QueuedBatch], shares: Mapping[str, CustomerShare]) -> None:
         # Counters grow for ever: only by how much they differ matters here.
         base = min((share.served for share in shares.values()), default=0.0)
-        for batch in sorted(queued, key=lambda batch: rank(batch.waiting, self._conditions), reverse=True):
-            waiting = batch.waiting
+        pending = [batch.waiting for batch in queued if batch.waiting.pending_chunks]
+        for waiting in sorted(pending, key=lambda waiting: rank(waiting, self._conditions), reverse=True):
             share = shares.get(waiting.customer, CustomerShare())
             customer = self._customers.setdefault(waiting.customer, _Customer(waiting.customer, share, base))
-            if waiting.pending_chunks:
-                last = _last_chunk(waiting)
-                customer.pieces.append(_Piece(waiting, last))
-                customer.pieces.append(_Piece(waiting, waiting.pending_tokens - last, begins_last=True))
-            self._left[waiting.batch_id] = waiting.pending_tokens + batch.leased_tokens
-        for batch in queued:
-            # What workers have comes first. It is charged already: so the counter without it, or it counted twice.
-            customer = self._customers[batch.waiting.customer]
-            customer.pieces.append(_Piece(batch.waiting, batch.leased_tokens))
-            customer.counter -= batch.leased_tokens / customer.weight
+            last = _last_chunk(waiting)
+            customer.pieces.append(_Piece(waiting, last))
+            customer.pieces.append(_Piece(waiting, waiting.pending_tokens - last, begins_last=True))
+            self._left[waiting.batch_id] = waiting.pending_tokens
 
     def _may_be_at_risk(self, queued: Sequence[QueuedBatch]) -> list[tuple[float, str, int, WaitingBatch]]:
         """Return a heap of when batches may come to be at risk, if nothing of them is done until then."""

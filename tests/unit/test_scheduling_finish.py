@@ -56,6 +56,12 @@ def test_a_customers_batches_go_one_after_the_other() -> None:
     assert finishes(batches, one_worker()) == {"soon": 10.0, "late": 20.0}
 
 
+def test_what_a_worker_has_in_hands_comes_first_whoever_is_served_least() -> None:
+    long = queued("long", "acme", 0, 0, leased_chunks=1, leased_tokens=5400.0)
+    shares = {"acme": CustomerShare(served=9000.0), "bolt": CustomerShare(served=100.0)}
+    assert finishes([long, queued("short", "bolt", 20, 1)], one_worker(), shares) == {"long": 540.0, "short": 542.0}
+
+
 def test_weights_and_what_was_served_before_count_as_in_the_queue() -> None:
     batches = [queued("a", "acme", 1000, 1000), queued("b", "bolt", 300, 300)]
     heavy = finishes(batches, one_worker(), {"bolt": CustomerShare(weight=3.0)})
