@@ -51,10 +51,12 @@ class Search:
         if len(self._measures[best]) == 1:
             # The largest of several measures is likely to be a lucky one.
             return best
-        # Where throughput falls beyond the best, the peak may lie between two doublings.
+        # The peak may lie between two doublings, on either side of the best.
         above = min((level for level in self._measures if level > best), default=best)
-        if above > _PEAKED * best and above - best > 1:
-            return _between(best, above)
+        below = max((level for level in self._measures if level < best), default=best)
+        for low, high in ((best, above), (below, best)):
+            if high > _PEAKED * low and high - low > 1:
+                return _between(low, high)
         knee = self.found().in_flight
         below = max((level for level in self._measures if level < knee), default=knee)
         if knee > _CLOSE * below and knee - below > 1:
