@@ -29,6 +29,7 @@ from batch_pipeline.settings import CONFIG_VARIABLE
 from benchmarks._processes import database_seconds
 from tests.fakes import engine
 from tests.fakes.code_location import CodeLocation
+from tests.fakes.databases import new_database
 from tests.fakes.ledger_values import submitted
 
 MODEL = engine.MODEL
@@ -59,8 +60,7 @@ def location(folder: Path) -> Iterator[CodeLocation]:
         engine.running() as fake,
     ):
         address = sa.make_url(url)
-        with sa.create_engine(url, isolation_level="AUTOCOMMIT").connect() as connection:
-            connection.execute(sa.text("CREATE DATABASE dagster"))
+        new_database(url, "dagster")
         file = folder / "batch-pipeline.toml"
         file.write_text(
             f"""

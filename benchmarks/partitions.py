@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 import dagster as dg
 import httpx
 import psutil
-import sqlalchemy as sa
 from dagster._core.execution.backfill import BulkActionStatus
 from playwright.sync_api import Browser, Page, Request, sync_playwright
 from playwright.sync_api import TimeoutError as PlaywrightTimeoutError
@@ -38,6 +37,7 @@ from deploy.browser import FLAGS, required
 from sensors.housekeeping import delete_partitions
 from tests.fakes import desk
 from tests.fakes.code_location import CodeLocation
+from tests.fakes.databases import new_database
 
 LONGEST_SECONDS = 90.0
 """After so long a measurement is given up."""
@@ -204,19 +204,12 @@ def main() -> None:
 def bench() -> Iterator[Bench]:
     """Everything but the browser, with data in a temporary folder; stopped at the end."""
     with tempfile.TemporaryDirectory() as name, PostgresServer(Path(name) / "postgres") as server:
-        ledger_url, dagster_url = (_new_database(server, database) for database in ("ledger", "dagster"))
+        ledger_url, dagster_url = (new_database(server, database) for database in ("ledger", "dagster"))
         dagster_url = dagster_url.replace("+psycopg:", "+psycopg2:")
         of_ledger = f'\n[ledger]\nurl = "{ledger_url}"\n'
         instance = INSTANCE.format(url=dagster_url)
         with desk.dagster(Path(name), configuration_more=of_ledger, instance=instance) as dagster:
             yield Bench(dagster, dagster_url)
-
-
-def _new_database(server: str, name: str) -> str:
-    engine = sa.create_engine(server, isolation_level="AUTOCOMMIT", poolclass=sa.NullPool)
-    with engine.connect() as connection:
-        connection.execute(sa.text(f"CREATE DATABASE {name}"))
-    return f"{server.rpartition('/')[0]}/{name}"
 
 
 def _until(page: Page, text: str) -> None:

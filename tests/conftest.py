@@ -15,6 +15,7 @@ from batch_pipeline.embedded import postgres, seaweedfs
 from batch_pipeline.ledger import Ledger
 from batch_pipeline.store import ObjectStore
 from batch_pipeline.store.client import make_client
+from tests.fakes.databases import new_database
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 MODEL = "smollm2-135m"
@@ -67,10 +68,8 @@ def postgres_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def postgres_url(postgres_server: str) -> Iterator[str]:
     """The URL of a fresh, empty Postgres database for this test."""
     name = f"test_{secrets.token_hex(6)}"
+    yield new_database(postgres_server, name)
     engine = sa.create_engine(postgres_server, isolation_level="AUTOCOMMIT", poolclass=sa.NullPool)
-    with engine.connect() as connection:
-        connection.execute(sa.text(f"CREATE DATABASE {name}"))
-    yield postgres_server.rpartition("/")[0] + f"/{name}"
     with engine.connect() as connection:
         connection.execute(sa.text(f"DROP DATABASE {name} WITH (FORCE)"))
 

@@ -11,10 +11,10 @@ import time
 from typing import NamedTuple
 
 import msgspec
-import psutil
 
 from batch_pipeline.errors import LeaseLost
 from batch_pipeline.ledger import Ledger
+from benchmarks._processes import database_seconds
 from tests.fakes.ledger_statements import sent_by
 from tests.fakes.ledger_values import MODEL, result_of, submitted
 
@@ -62,7 +62,7 @@ def measure(name: str, url: str, load: Load) -> str:
     for process in processes:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
-    server_before = _server_seconds()
+    server_before = database_seconds()
     began = time.perf_counter()
     for process in processes:
         assert process.stdin is not None
@@ -71,7 +71,7 @@ def measure(name: str, url: str, load: Load) -> str:
     # The workers print only when they have ended, so they may be read one after the other.
     done = [msgspec.json.decode(process.communicate()[0], type=Measured) for process in processes]
     seconds = time.perf_counter() - began
-    server_seconds = _server_seconds() - server_before
+    server_seconds = database_seconds() - server_before
     for batch in made:
         assert all(lane.committed == of_each for lane in ledger.batches.lanes(batch.batch_id))
     ledger.close()
@@ -111,12 +111,6 @@ def work(url: str, worker: str, at_once: int) -> None:
     measured.processor_seconds = time.process_time() - before
     sys.stdout.write(msgspec.json.encode(measured).decode())
     ledger.close()
-
-
-def _server_seconds() -> float:
-    """Return the processor seconds of the database server so far: of its processes, and of those that have ended."""
-    servers = [process for process in psutil.Process().children(recursive=True) if process.name() == "postgres"]
-    return sum(sum(process.cpu_times()[:4]) for process in servers)
 
 
 def milliseconds(seconds: list[float]) -> str:

@@ -21,7 +21,6 @@ from urllib.parse import urlsplit
 import dagster as dg
 import kubernetes
 import msgspec
-import sqlalchemy as sa
 import yaml
 
 from batch_pipeline import settings as configuration
@@ -32,6 +31,7 @@ from batch_pipeline.results.status import current_status
 from batch_pipeline.results.verify import verify
 from batch_pipeline.store import ObjectStore
 from tests.fakes.clusters import Cluster
+from tests.fakes.databases import new_database
 from tests.fakes.engine import MODEL
 from tests.fakes.relay import relayed, served
 
@@ -199,7 +199,7 @@ def stack(folder: Path, store: configuration.Store, postgres: str, cluster: Clus
         postgres = stops.enter_context(relayed(postgres, cluster.host))
         endpoint = stops.enter_context(relayed(store.endpoint_url or "", cluster.host))
         store = msgspec.structs.replace(store, endpoint_url=endpoint)
-        ledger, dagster = (_database(postgres, name) for name in ("kubernetes_ledger", "kubernetes_dagster"))
+        ledger, dagster = (new_database(postgres, name) for name in ("kubernetes_ledger", "kubernetes_dagster"))
         home, config = folder / "dagster", folder / "batch-pipeline.toml"
         home.mkdir()
         here, there = (
@@ -244,14 +244,6 @@ def _configuration(folder: str, cluster: Cluster, store: configuration.Store, le
             start=120 if name == MODEL else 25,
         )
     return text
-
-
-def _database(server: str, name: str) -> str:
-    engine = sa.create_engine(server, isolation_level="AUTOCOMMIT", poolclass=sa.NullPool)
-    with engine.connect() as connection:
-        connection.execute(sa.text(f"DROP DATABASE IF EXISTS {name} WITH (FORCE)"))
-        connection.execute(sa.text(f"CREATE DATABASE {name}"))
-    return server.rpartition("/")[0] + f"/{name}"
 
 
 def _dagster_environment(database: str, cluster: Cluster) -> dict[str, str]:
