@@ -19,7 +19,7 @@ from batch_pipeline.settings import Settings
 from batch_pipeline.store import ObjectStore
 from batch_pipeline.wire import chunk_files
 from batch_pipeline.worker import outcome
-from batch_pipeline.worker.calibrations import Calibration, record, subject_of
+from batch_pipeline.worker.calibrations import Calibration, concluded, record, subject_of
 
 MADE_UP_ENDPOINT = "/v1/completions"
 _WORDS = ("time", "person", "year", "way", "thing", "man", "world", "hand", "child", "eye", "woman", "place", "week")
@@ -91,13 +91,7 @@ async def calibrate(
             await load.find(search, told)
     finally:
         await engine.stop()
-    found = search.found()
-    calibration = Calibration(
-        subject=subject_of(model, settings.models[model], version, settings.worker.machine),
-        in_flight=found.in_flight,
-        per_second=found.per_second,
-        steps=search.steps(),
-        at=time.time(),
-    )
+    subject = subject_of(model, settings.models[model], version, settings.worker.machine)
+    calibration = concluded(subject, search, time.time())
     record(store, calibration)
     return calibration

@@ -13,7 +13,7 @@ from enum import StrEnum
 import msgspec
 
 from batch_pipeline.engine import machine
-from batch_pipeline.engine.calibration import Step
+from batch_pipeline.engine.calibration import Search, Step
 from batch_pipeline.models import Model
 from batch_pipeline.store import ObjectMissing, ObjectStore, keys
 
@@ -68,6 +68,14 @@ def subject_of(name: str, model: Model, engine_version: str, machine_kind: str) 
         engine_arguments=model.engine_arguments,
         engine_environment_sha256=_sha256(model.engine_environment),
         machine=machine_kind or machine.kind(),
+    )
+
+
+def concluded(subject: Subject, search: Search, at: float) -> Calibration:
+    """Return what a search that is over has found; `at` in seconds since the epoch."""
+    found = search.found()
+    return Calibration(
+        subject=subject, in_flight=found.in_flight, per_second=found.per_second, steps=search.steps(), at=at
     )
 
 

@@ -12,10 +12,10 @@ import asyncio
 import logging
 from typing import Protocol
 
-from batch_pipeline.engine.calibration import Search, Step, Window
+from batch_pipeline.engine.calibration import Search, Window
 from batch_pipeline.models import Model
 from batch_pipeline.store import ObjectStore
-from batch_pipeline.worker.calibrations import Calibration, LimitBy, Subject, record, recorded, subject_of
+from batch_pipeline.worker.calibrations import LimitBy, Subject, concluded, record, recorded, subject_of
 from batch_pipeline.worker.outages import Outages
 from batch_pipeline.worker.runner import Clocks
 
@@ -93,17 +93,10 @@ class Tuning:
             per_second = await self._measure(level)
             log.info("with %d requests in flight the engine does %.0f tokens a second", level, per_second)
             search.measured(level, per_second)
-        best: Step = search.found()
-        self._use(best.in_flight)
-        calibration = Calibration(
-            subject=self._subject,
-            in_flight=best.in_flight,
-            per_second=best.per_second,
-            steps=search.steps(),
-            at=self._clocks.utc(),
-        )
+        calibration = concluded(self._subject, search, self._clocks.utc())
+        self._use(calibration.in_flight)
         await self._outages.outlast(None, record, self._store, calibration)
-        log.info("calibrated: at most %d requests are in flight", best.in_flight)
+        log.info("calibrated: at most %d requests are in flight", calibration.in_flight)
 
     async def _measure(self, level: int) -> float:
         window = Window(level, _LEAST_SECONDS)
