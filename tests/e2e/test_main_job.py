@@ -20,7 +20,7 @@ from batch_pipeline.results.status import StatusDocument
 from batch_pipeline.results.verify import verify
 from batch_pipeline.store import ObjectStore
 from tests.fakes.openai_client import create, line
-from tests.fakes.workers import wait_until
+from tests.fakes.waiting import wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500)]
 

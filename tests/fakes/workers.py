@@ -9,8 +9,7 @@ import resource
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -118,14 +117,6 @@ def in_thread(worker: Worker) -> Iterator[list[WorkerReport | BaseException]]:
         raise
     finally:
         thread.join()
-
-
-def wait_until(condition: Callable[[], bool], what: str, timeout_seconds: float = 60.0) -> None:
-    """Wait for a condition; fail with what did not come true."""
-    deadline = time.monotonic() + timeout_seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not true in time: {what}"
-        time.sleep(0.01)
 
 
 def start_process(config: Path, ledger_url: str, engine: str, **overrides: Any) -> subprocess.Popen[bytes]:

@@ -14,7 +14,7 @@ from batch_pipeline.ledger import Ledger
 from batch_pipeline.settings import Settings
 from batch_pipeline.store import ObjectStore, keys
 from tests.fakes import service
-from tests.fakes.workers import wait_until
+from tests.fakes.waiting import wait_until
 
 
 @pytest.fixture

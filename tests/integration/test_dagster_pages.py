@@ -6,8 +6,8 @@ nothing is launched by itself.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import dagster as dg
@@ -22,8 +22,10 @@ from batch_pipeline.store import ObjectStore
 from deploy.browser import FLAGS, required
 from tests.fakes import desk
 from tests.fakes.code_location import CodeLocation
+from tests.fakes.waiting import wait_until
 
 PATIENCE_SECONDS = 120.0
+until = partial(wait_until, timeout_seconds=PATIENCE_SECONDS, pause_seconds=0.1)
 WORKER = "gpu_worker_smollm2_135m"
 
 
@@ -105,14 +107,6 @@ def fill(location: CodeLocation, store: ObjectStore) -> None:
     store.put("inbox/acme/waiting.jsonl", desk.file_of(8, seed=3))
     for request in location.tick("drop_folder"):
         location.execute(request)
-
-
-def until(condition: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not (found := condition()):
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.1)
-    return found
 
 
 def test_the_partition_of_a_batch_shows_its_figures_its_checks_and_where_it_came_from(at_desk: Desk) -> None:
@@ -208,7 +202,7 @@ def test_the_launching_of_workers_is_switched_off_by_a_click(at_desk: Desk) -> N
     operator = at_desk.operator
     operator.open("/locations/batch_pipeline/sensors/gpu_workers", "Launches GPU workers where there is backlog")
     operator.page.locator("label:has(input[type=checkbox])").last.click()
-    (state,) = until(at_desk.instance.all_instigator_state)
+    (state,) = until(at_desk.instance.all_instigator_state, "a sensor has a state")
     assert (state.origin.instigator_name, state.status) == ("gpu_workers", InstigatorStatus.STOPPED)
     at_desk.dagster.daemon.start()
     at_desk.dagster.daemon.wait_ready()
@@ -229,7 +223,7 @@ def test_results_are_assembled_again_for_one_batch_and_stay_the_same(at_desk: De
     operator.see("Launched run")
     (run,) = at_desk.runs(**{"dagster/partition": batch.batch_id, "dagster/from_ui": "true"})
     assert run.run_config["ops"]["batch_results"]["config"] == {"rebuild": True}
-    until(lambda: at_desk.instance.get_run_by_id(run.run_id).is_success)  # type: ignore[union-attr]
+    until(lambda: at_desk.instance.get_run_by_id(run.run_id).is_success, "the run succeeds")  # type: ignore[union-attr]
     operator.open(page, "View all historical events (2)")
     assert at_desk.ledger.batches.get(batch.batch_id) == before
 
@@ -242,10 +236,10 @@ def test_a_backfill_over_all_batches_is_one_run_which_waits_for_what_is_missing(
     operator.press("All")
     operator.see("3 partitions")
     operator.press("Launch backfill")
-    (backfill,) = until(at_desk.instance.get_backfills)
-    (run,) = until(lambda: at_desk.runs(**{"dagster/backfill": backfill.backfill_id}))
+    (backfill,) = until(at_desk.instance.get_backfills, "the backfill is there")
+    (run,) = until(lambda: at_desk.runs(**{"dagster/backfill": backfill.backfill_id}), "its run is there")
     waiting = at_desk.batches["waiting"].batch_id
-    until(lambda: at_desk.ledger.batches.get(waiting).priority == 1)
+    until(lambda: at_desk.ledger.batches.get(waiting).priority == 1, "the batch is wanted")
     operator.open("/runs?view=backfills", backfill.backfill_id)
     assert not at_desk.instance.get_run_by_id(run.run_id).is_finished  # type: ignore[union-attr]
 
@@ -258,10 +252,10 @@ def test_a_worker_launched_for_one_batch_runs_what_was_missing_and_nothing_again
     operator.see("Re-execute all")
     (backfill,) = at_desk.instance.get_backfills()
     (run,) = at_desk.runs(**{"dagster/backfill": backfill.backfill_id})
-    until(lambda: at_desk.instance.get_run_by_id(run.run_id).is_success)  # type: ignore[union-attr]
+    until(lambda: at_desk.instance.get_run_by_id(run.run_id).is_success, "the run succeeds")  # type: ignore[union-attr]
     assert at_desk.instance.get_materialized_partitions(dg.AssetKey("chunk_results")) == {
         batch.batch_id for batch in at_desk.batches.values()
     }
-    until(lambda: at_desk.ledger.batches.get(waiting).status == BatchStatus.COMPLETED)
+    until(lambda: at_desk.ledger.batches.get(waiting).status == BatchStatus.COMPLETED, "the batch is completed")
     assert at_desk.dagster.engine.stats().answered == 24
     operator.open(f"/assets/chunk_results?view=partitions&partition={waiting}", "8 of 8 requests (100%)")

@@ -6,10 +6,9 @@ import json
 import os
 import signal
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import httpx
 import msgspec
@@ -24,6 +23,7 @@ from batch_pipeline.embedded.stack import Stack
 from batch_pipeline.errors import OperatorError, SettingsError
 from batch_pipeline.models import Model
 from batch_pipeline.store.objects import ObjectStore
+from tests.fakes.waiting import wait_until
 
 DEFINITIONS = "embedded_definitions"
 LAUNCH = """
@@ -31,14 +31,8 @@ mutation { launchRun(executionParams: {selector: {
     repositoryLocationName: "batch_pipeline", repositoryName: "__repository__", jobName: "holding"}}) {
   __typename ... on LaunchRunSuccess { run { runId } } ... on PythonError { message } } }
 """
+until = partial(wait_until, pause_seconds=0.05)
 STATUSES = "{ runsOrError { ... on Runs { results { runId status } } } }"
-
-
-def until(condition: Callable[[], Any], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
 
 
 @pytest.fixture(scope="module")
@@ -142,9 +136,12 @@ def test_part_that_was_killed_is_started_again_and_others_go_on(stack: Stack, na
 def test_run_beyond_the_pool_stays_queued_and_killed_code_server_loses_no_place(stack: Stack, folder: Path) -> None:
     client = DagsterClient(stack.up().dagster)
     first = client._query(LAUNCH)["launchRun"]["run"]["runId"]
-    until(lambda: len(holding(folder)) == 1)
+    until(lambda: len(holding(folder)) == 1, "one run holds its place")
     second = client._query(LAUNCH)["launchRun"]["run"]["runId"]
-    until(lambda: "is blocked by global concurrency limits" in (folder / "logs" / "dagster-daemon.log").read_text())
+    until(
+        lambda: "is blocked by global concurrency limits" in (folder / "logs" / "dagster-daemon.log").read_text(),
+        "the other one is held back",
+    )
     assert statuses(client) == {first: "STARTED", second: "QUEUED"}
 
     [code_server] = [service for service in stack.services if service.name == "dagster-code-server"]
@@ -155,16 +152,16 @@ def test_run_beyond_the_pool_stays_queued_and_killed_code_server_loses_no_place(
     said: list[str] = []
     stack.up(said.append)
     assert "cancelling 1 run(s) whose processes have gone" in said
-    until(lambda: statuses(client) == {first: "CANCELED", second: "STARTED"})
-    until(lambda: len(holding(folder)) == 2)
+    until(lambda: statuses(client) == {first: "CANCELED", second: "STARTED"}, "the second one runs")
+    until(lambda: len(holding(folder)) == 2, "it holds a place")
 
 
 def test_down_ends_runs_in_progress_and_leaves_no_process(stack: Stack, folder: Path) -> None:
     client = DagsterClient(stack.up().dagster)
     if not client.runs_in_progress():
         client._query(LAUNCH)
-    until(client.runs_in_progress)
-    until(lambda: any(psutil.pid_exists(pid) for pid in holding(folder)))
+    until(client.runs_in_progress, "a run is in progress")
+    until(lambda: any(psutil.pid_exists(pid) for pid in holding(folder)), "its process is there")
     running = [pid for pid in holding(folder) if psutil.pid_exists(pid)]
     family = all_of(stack)
     said: list[str] = []
@@ -181,7 +178,7 @@ def test_down_ends_runs_in_progress_and_leaves_no_process(stack: Stack, folder: 
 def test_down_ends_everything_also_where_the_webserver_hangs(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
     client = DagsterClient(stack.up().dagster)
     client._query(LAUNCH)
-    until(client.runs_in_progress)
+    until(client.runs_in_progress, "a run is in progress")
     monkeypatch.setattr("batch_pipeline.embedded.dagster_client._TIMEOUT_SECONDS", 1.0)
     for service in stack.services:
         if service.name in {"dagster-webserver", "dagster-code-server"}:

@@ -28,7 +28,8 @@ from batch_pipeline.store import ObjectStore
 from tests.fakes import engine as fake_engine
 from tests.fakes import service
 from tests.fakes.batches import chat_request, make_batch
-from tests.fakes.workers import MODEL, REPOSITORY, attached, lines_of, make_worker, quick, start_process, wait_until
+from tests.fakes.waiting import wait_until
+from tests.fakes.workers import MODEL, REPOSITORY, attached, lines_of, make_worker, quick, start_process
 
 # Three starts of the engine: minutes each on a busy machine.
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]

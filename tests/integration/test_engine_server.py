@@ -16,7 +16,8 @@ from batch_pipeline.engine.server import free_port
 from batch_pipeline.errors import EngineError
 from batch_pipeline.models import Model
 from tests.fakes import engine as fake_engine
-from tests.fakes.workers import MODEL, attached, child_engine, wait_until
+from tests.fakes.waiting import wait_until
+from tests.fakes.workers import MODEL, attached, child_engine
 
 # Its child starts a grandchild in a session of its own, which notices nothing; both tell their pids.
 FAMILY = """

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sysconfig
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import kubernetes
 import pytest
 
 from tests.fakes.kubernetes import Cluster, Image, Node, running
+from tests.fakes.waiting import wait_until
 
 NAMESPACE = "default"
 # Each says what happens to it in the journal; "late" takes its time when it is told to end.
@@ -82,55 +82,48 @@ def client(tmp_path: Path) -> Iterator[Client]:
         yield Client(cluster, tmp_path)
 
 
-def wait(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def test_a_sidecar_is_told_to_end_after_the_worker_has_ended_and_a_job_fails_no_sooner(client: Client) -> None:
     client.start("one", sidecar=client.container("side", restartPolicy="Always"), ending=0.5)
-    wait(lambda: {"main starts", "side starts"} <= {*client.journal()})
+    wait_until(lambda: {"main starts", "side starts"} <= {*client.journal()}, "both have started")
     client.core.delete_namespaced_pod(client.pod("one").metadata.name, NAMESPACE)
     status = client.status("one")
     assert (status.active, status.terminating, status.failed, status.succeeded) == (None, 1, None, None)
-    wait(lambda: client.status("one").succeeded == 1)
+    wait_until(lambda: client.status("one").succeeded == 1, "the job has ended")
     assert client.journal()[2:] == ["main told", "main ends", "side told", "side ends"]
 
 
 def test_who_does_not_end_within_the_grace_is_killed(client: Client) -> None:
     client.start("slow", ending=600.0)
-    wait(lambda: "main starts" in client.journal())
+    wait_until(lambda: "main starts" in client.journal(), "it has started")
     client.core.delete_namespaced_pod(client.pod("slow").metadata.name, NAMESPACE)
-    wait(lambda: client.status("slow").failed == 1)
+    wait_until(lambda: client.status("slow").failed == 1, "the job has failed")
     assert client.journal() == ["main starts", "main told"]
 
 
 def test_a_pod_waits_for_a_gpu_and_says_so(client: Client) -> None:
     client.start("first", ends_after=1.0)
-    wait(lambda: client.pod("first").status.phase == "Running")
+    wait_until(lambda: client.pod("first").status.phase == "Running", "it runs")
     client.start("second", ends_after=0.0)
     assert client.pod("second").status.phase == "Pending"
     name = client.pod("second").metadata.name
     (event,) = client.core.list_namespaced_event(NAMESPACE, field_selector=f"involvedObject.name={name}").items
     assert (event.type, event.reason) == ("Warning", "FailedScheduling")
-    wait(lambda: client.status("second").succeeded == 1)
+    wait_until(lambda: client.status("second").succeeded == 1, "the job has ended")
 
 
 def test_a_sidecar_that_ends_is_started_again_and_does_not_hold_up_the_end(client: Client) -> None:
     client.start("loop", sidecar=client.container("side", restartPolicy="Always", ends_after=0.0), ends_after=1.5)
-    wait(lambda: client.status("loop").succeeded == 1)
+    wait_until(lambda: client.status("loop").succeeded == 1, "the job has ended")
     assert client.journal().count("side starts") >= 2
     assert client.pod("loop").status.init_container_statuses[0].restart_count >= 1
 
 
 def test_the_pods_of_a_lost_node_seem_to_run_until_it_is_taken_out(client: Client) -> None:
     client.start("lost")
-    wait(lambda: client.pod("lost").status.phase == "Running")
+    wait_until(lambda: client.pod("lost").status.phase == "Running", "it runs")
     node = client.cluster.lose_node_of(client.pod("lost").metadata.name)
     assert client.pod("lost").status.phase == "Running"
-    wait(lambda: client.pod("lost").metadata.deletion_timestamp is not None)
+    wait_until(lambda: client.pod("lost").metadata.deletion_timestamp is not None, "the pod is to be deleted")
     assert client.status("lost").failed is None
     client.cluster.remove_node(node)
     assert client.status("lost").failed == 1
@@ -168,7 +161,7 @@ open("{journal}", "w").write(" ".join(open(place).read() for place in places))
         command=["python", "-c", reading],
         volumeMounts=mounts,
     )
-    wait(lambda: client.status("reads").succeeded == 1)
+    wait_until(lambda: client.status("reads").succeeded == 1, "the job has ended")
     assert client.journal() == ["heavy told"]
 
 

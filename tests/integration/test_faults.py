@@ -21,7 +21,8 @@ from tests.fakes.batches import chat_request, make_batch
 from tests.fakes.clock import SteppedClock
 from tests.fakes.intake_files import file_of, intake_settings, request_line
 from tests.fakes.small_model import write_model
-from tests.fakes.workers import attached, in_thread, make_worker, quick, wait_until
+from tests.fakes.waiting import wait_until
+from tests.fakes.workers import attached, in_thread, make_worker, quick
 
 
 def lines(store: ObjectStore, key: str | None) -> list[dict[str, Any]]:

@@ -21,7 +21,8 @@ from batch_pipeline.store import ObjectStore
 from tests.fakes import engine as fake_engine
 from tests.fakes.batches import chat_request, make_batch
 from tests.fakes.engine import MODEL, RunningFake
-from tests.fakes.workers import attached, in_thread, lines_of, make_worker, quick, wait_until
+from tests.fakes.waiting import wait_until
+from tests.fakes.workers import attached, in_thread, lines_of, make_worker, quick
 
 
 @pytest.fixture

@@ -35,7 +35,8 @@ from tests.fakes import answered
 from tests.fakes import engine as fake_engine
 from tests.fakes.batches import chat_request, make_batch
 from tests.fakes.engine import RunningFake
-from tests.fakes.workers import attached, in_thread, lines_of, make_worker, quick, wait_until
+from tests.fakes.waiting import wait_until
+from tests.fakes.workers import attached, in_thread, lines_of, make_worker, quick
 
 REQUESTS = 200
 CHUNKS = [[0, 2, 4], [1, 3, 5], [6, 7]]

@@ -28,7 +28,8 @@ from tests.fakes import engine as fake_engine
 from tests.fakes.answered import MODEL, answer
 from tests.fakes.batches import chat_request, make_batch
 from tests.fakes.clock import SteppedClock
-from tests.fakes.workers import attached, in_thread, make_worker, quick, wait_until
+from tests.fakes.waiting import wait_until
+from tests.fakes.workers import attached, in_thread, make_worker, quick
 
 
 @pytest.fixture

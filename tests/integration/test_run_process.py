@@ -4,7 +4,7 @@ import os
 import signal
 import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from resources.pod_end import PodEnd
 from resources.run_process import ENDED_TAG, PREEMPTED, run_process
 from sensors import starts
 from tests.fakes.kubernetes import Image, Node, running
+from tests.fakes.waiting import wait_until
 
 NAMESPACE = "default"
 JOB = "intake"
@@ -136,13 +137,6 @@ def starting(tmp_path: Path) -> Iterator[Starting]:
             yield Starting(dagster, launcher, cluster.kubeconfig)
 
 
-def wait(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def test_a_run_whose_pod_is_taken_before_it_begins_is_preempted(starting: Starting) -> None:
     taken, lives = starting.launch(seconds=600.0), starting.launch(seconds=600.0)
     assert starting.launcher.end_of_pod(taken) is None
@@ -150,7 +144,7 @@ def test_a_run_whose_pod_is_taken_before_it_begins_is_preempted(starting: Starti
     starting.core.delete_namespaced_pod(
         starting.core.list_namespaced_pod(NAMESPACE, label_selector=f"job-name={job}").items[0].metadata.name, NAMESPACE
     )
-    wait(lambda: starting.launcher.end_of_pod(taken) is PodEnd.TAKEN)
+    wait_until(lambda: starting.launcher.end_of_pod(taken) is PodEnd.TAKEN, "the pod is taken")
     starting.look()
     assert starting.status(taken) == (dg.DagsterRunStatus.CANCELED, PREEMPTED)
     assert starting.status(lives) == (dg.DagsterRunStatus.STARTING, None)
@@ -158,7 +152,7 @@ def test_a_run_whose_pod_is_taken_before_it_begins_is_preempted(starting: Starti
 
 def test_a_run_whose_process_dies_before_it_begins_has_failed(starting: Starting) -> None:
     runs = [starting.launch(seconds=0.0, exit_code=3), starting.launch(seconds=0.0)]
-    wait(lambda: all(starting.launcher.end_of_pod(run) is PodEnd.DIED for run in runs))
+    wait_until(lambda: all(starting.launcher.end_of_pod(run) is PodEnd.DIED for run in runs), "the pods have died")
     starting.look()
     assert [starting.status(run) for run in runs] == [(dg.DagsterRunStatus.FAILURE, None)] * 2
 

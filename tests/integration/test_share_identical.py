@@ -22,7 +22,8 @@ from batch_pipeline.store import ObjectStore, keys
 from tests.fakes import engine as fake_engine
 from tests.fakes.intake_files import file_of, request_line
 from tests.fakes.small_model import write_model
-from tests.fakes.workers import attached, make_worker, quick, start_process, wait_until
+from tests.fakes.waiting import wait_until
+from tests.fakes.workers import attached, make_worker, quick, start_process
 
 GREEDY, SEEDED, SAMPLED = {"temperature": 0}, {"temperature": 0.7, "seed": 5}, {"temperature": 0.7}
 TIMES = 6

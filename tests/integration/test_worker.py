@@ -16,7 +16,8 @@ from tests.fakes import engine as fake_engine
 from tests.fakes.batches import chat_request, make_batch
 from tests.fakes.engine import RunningFake
 from tests.fakes.faults import Faults
-from tests.fakes.workers import attached, child_engine, in_thread, lines_of, make_worker, quick, wait_until
+from tests.fakes.waiting import wait_until
+from tests.fakes.workers import attached, child_engine, in_thread, lines_of, make_worker, quick
 
 
 @pytest.fixture

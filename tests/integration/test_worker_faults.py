@@ -22,6 +22,7 @@ from tests.fakes import engine as fake_engine
 from tests.fakes.batches import chat_request, chunk_input, make_batch
 from tests.fakes.clock import SteppedClock
 from tests.fakes.engine import RunningFake
+from tests.fakes.waiting import wait_until
 from tests.fakes.workers import (
     MODEL,
     Life,
@@ -32,7 +33,6 @@ from tests.fakes.workers import (
     make_worker,
     quick,
     start_process,
-    wait_until,
 )
 
 
