@@ -2,8 +2,7 @@
 type.
 
 Whatever is decoded here is also a body of the endpoint (`bodies`) in which no rule of `fields` finds a fault, but for
-the number of answers. A body with another field is not plain. Each form is asked
-about many of its bodies at once.
+the number of answers. A body with another field is not plain. Each form is asked about many of its bodies at once.
 """
 
 from __future__ import annotations
