@@ -150,7 +150,9 @@ async def compare(
                 for case in cases:
                     file = write(folder / f"{case}-{round_number}.jsonl", case, options.requests, options)
                     used = [used_by(process) for process in processes]
+                    wait_idle(processes[2])
                     mine, tokens, cached = await asyncio.to_thread(ours.run, file)
+                    wait_idle(processes[1])
                     seconds = theirs.run(file)
                     their_cached = check_same(theirs.answers, options.requests, tokens)
                     spent = [used_by(process) - before for process, before in zip(processes, used, strict=True)]
@@ -159,6 +161,15 @@ async def compare(
             return measured
     finally:
         await engine.stop()
+
+
+def wait_idle(engine: psutil.Process) -> None:
+    """Wait until an engine has come to rest: its processes spin for a second after their last work."""
+    while True:
+        before = used_by(engine)
+        time.sleep(0.5)
+        if used_by(engine) - before < 0.02:
+            return
 
 
 def used_by(process: psutil.Process) -> float:

@@ -109,10 +109,15 @@ class TokenCounter:
             surely = 0
             for start in range(0, len(text), _SLICE_CHARACTERS):
                 part = text[start : start + _SLICE_CHARACTERS]
-                surely += max(0, len(self._tokenizer.encode(part, add_special_tokens=False)) - _SEAM_TOKENS)
+                surely += max(0, self._encoded(part, special_tokens=False) - _SEAM_TOKENS)
                 if surely > limit:
                     return surely
-        return len(self._tokenizer.encode(text, add_special_tokens=special_tokens))
+        return self._encoded(text, special_tokens=special_tokens)
+
+    def _encoded(self, text: str, *, special_tokens: bool) -> int:
+        # "Fast" leaves out where in the text each token is, which takes a quarter of the time.
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special_tokens)
+        return len(encoding)
 
     def prompt_of(self, body: Conversation) -> str | None:
         """Return the text that the engine makes of a conversation, or None where only the engine can tell."""

@@ -16,8 +16,9 @@ from batch_pipeline.errors import LeaseLost
 from batch_pipeline.ledger import again, counters, events, records, rows, tallies
 from batch_pipeline.ledger.committing import commit_chunks, lock_chunks, valid
 from batch_pipeline.ledger.database import Database, Transaction
-from batch_pipeline.ledger.leasing import Policy, Taker, lease_chunks, measured_speed
+from batch_pipeline.ledger.leasing import Policy, Taker, lease_chunks, speed_of
 from batch_pipeline.ledger.records import BatchStatus, Chunk, ChunkState, CommitReply, Lease, LeaseRef, Part
+from batch_pipeline.ledger.renewing import renew
 from batch_pipeline.ledger.schema import chunks, is_leased
 from batch_pipeline.ledger.transitions import (
     join_queue,
@@ -63,17 +64,23 @@ class Chunks:
         limit: int,
         batches_only: Sequence[str] | None = None,
         run_id: str | None = None,
+        *,
+        held: Sequence[LeaseRef] = (),
     ) -> list[Lease]:
         """pending -> leased, for at most `limit` chunks of a model, in the order that the policy gives.
 
-        Leases that have run out are taken away first. Two workers never get the same chunk: the rows are locked, and
-        locked ones are skipped. Killed before its commit this has leased nothing; where its answer is lost, the leases
-        run out.
+        Leases that have run out are taken away first, but for those that the worker says it still has (`held`): after
+        an outage it may ask for work before its heartbeat comes through. Two workers never get the same chunk: the rows
+        are locked, and locked ones are skipped. Killed before its commit this has leased nothing; where its answer is
+        lost, the leases run out.
         """
         with self._database.write() as tx:
             if not tx.connection.execute(_OVERDUE, {"now": tx.now, "most": 1}).all():
                 taker = Taker(worker_id, run_id, model, tx.now + self._lease_seconds)
                 return lease_chunks(tx, taker, limit, batches_only, self._policy_of(tx, model))
+        if held:
+            with self._database.write() as tx:
+                renew(tx, held, tx.now + self._lease_seconds)
         # Each of them begins at its batch's row, for the order of locks; once is enough, after an outage they are many.
         self.expire_leases()
         with self._database.write() as tx:
@@ -83,7 +90,7 @@ class Chunks:
     def _policy_of(self, tx: Transaction, model: str) -> Policy:
         speed, looked_up = self._speeds.get(model, (0.0, -_SPEED_SECONDS))
         if tx.now - looked_up >= _SPEED_SECONDS:
-            speed = measured_speed(tx, model, self._lease_seconds)
+            speed = speed_of(tx, model, self._lease_seconds, self._policy.declared.get(model))
             self._speeds[model] = speed, tx.now
         return self._policy._replace(tokens_per_second=speed)
 

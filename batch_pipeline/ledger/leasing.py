@@ -6,7 +6,8 @@ are built once: building them anew for each lease costs more of the processor th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
@@ -19,6 +20,7 @@ from batch_pipeline.ledger.schema import chunks, is_pending, out_of_turn, servic
 from batch_pipeline.ledger.transitions import LaneChange, chunk_event, insert_for, move_lanes
 from batch_pipeline.scheduling.estimates import Used, refilled, usage_ratio
 from batch_pipeline.scheduling.order import Conditions, CustomerShare, Pick, WaitingBatch, choose, is_at_risk
+from batch_pipeline.scheduling.supply import SPEEDS_COUNT_SECONDS, Speeds
 
 _FREE = (
     sa.select(chunks.c.chunk)
@@ -60,11 +62,14 @@ _CHARGE = (
 
 
 _CREDIT = sa.select(out_of_turn).where(out_of_turn.c.model == sa.bindparam("of_model")).with_for_update()
-_SPEED = sa.select(sa.func.sum(workers.c.tokens_per_second)).where(
-    workers.c.model == sa.bindparam("of_model"),
-    workers.c.seen_at > sa.bindparam("since"),
-    workers.c.state == sa.literal_column("'ready'"),
-)
+_IS_READY = (workers.c.seen_at > sa.bindparam("alive_since")) & (workers.c.state == sa.literal_column("'ready'"))
+_HAS_MEASURED = workers.c.tokens_per_second > 0
+_SPEEDS = sa.select(
+    sa.func.coalesce(sa.func.sum(workers.c.tokens_per_second).filter(_IS_READY & _HAS_MEASURED), 0.0).label("total"),
+    sa.func.count().filter(_IS_READY & _HAS_MEASURED).label("measured"),
+    sa.func.count().filter(_IS_READY).label("ready"),
+    sa.func.avg(workers.c.tokens_per_second).filter(_HAS_MEASURED).label("lately"),
+).where(workers.c.model == sa.bindparam("of_model"), workers.c.seen_at > sa.bindparam("since"))
 
 
 class Policy(NamedTuple):
@@ -77,7 +82,9 @@ class Policy(NamedTuple):
     most_tokens: float = 0.0
     """That they may have so at once."""
     tokens_per_second: float = 0.0
-    """Of the model's workers together, as measured; 0 where it is not known."""
+    """Of the model's workers together; 0 where it is not known."""
+    declared: Mapping[str, float] = MappingProxyType({})
+    """Tokens a second of one worker, by model: what the catalogue says, for as long as nothing was measured."""
 
 
 class Taker(NamedTuple):
@@ -89,10 +96,17 @@ class Taker(NamedTuple):
     expires_at: float
 
 
-def measured_speed(tx: Transaction, model: str, within_seconds: float) -> float:
-    """Return the tokens a second of the model's workers that were heard of lately; 0 where none has measured any."""
-    parameters = {"of_model": model, "since": tx.now - within_seconds}
-    return float(tx.connection.execute(_SPEED, parameters).scalar_one_or_none() or 0.0)
+def speed_of(tx: Transaction, model: str, alive_seconds: float, declared: float | None) -> float:
+    """Return the tokens a second of the model's ready workers, those that were heard of within `alive_seconds`.
+
+    One that has not measured yet counts like the others, else like those of the last day, else as declared: the order
+    must go by the speed that estimates and warnings have (`supply.Fleet.ready_speed`). 0 where nothing is known.
+    """
+    now = tx.now
+    since = {"alive_since": now - alive_seconds, "since": now - max(SPEEDS_COUNT_SECONDS, alive_seconds)}
+    row = tx.connection.execute(_SPEEDS, {"of_model": model, **since}).one()
+    speeds = Speeds(total=float(row.total), measured=row.measured, unmeasured=row.ready - row.measured)
+    return speeds.together(declared if row.lately is None else float(row.lately))
 
 
 def lease_chunks(tx: Transaction, taker: Taker, limit: int, only: Sequence[str] | None, policy: Policy) -> list[Lease]:

@@ -91,6 +91,11 @@ class Ledger:
                 margin_seconds=settings.scheduling.at_risk_minutes * 60,
                 share=settings.scheduling.at_risk_share,
                 most_tokens=2.0 * settings.intake.chunk_tokens,
+                declared={
+                    name: model.tokens_per_second
+                    for name, model in settings.models.items()
+                    if model.tokens_per_second is not None
+                },
             ),
             clock=clock,
         )

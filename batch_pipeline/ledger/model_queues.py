@@ -15,11 +15,10 @@ from batch_pipeline.ledger.records import Worker
 from batch_pipeline.ledger.schema import batches, customers, is_open, is_undecided, lanes, service, workers
 from batch_pipeline.scheduling.finish import QueuedBatch
 from batch_pipeline.scheduling.order import CustomerShare, WaitingBatch
+from batch_pipeline.scheduling.supply import SPEEDS_COUNT_SECONDS
 
 KEPT_SECONDS = 5.0
 """How long an answer stands before the queue is read again."""
-_SPEEDS_SECONDS = 86_400.0
-"""For so long what a worker has measured tells of others of its model."""
 _MOST_WORKERS = 2000
 
 _QUEUED = (
@@ -98,7 +97,7 @@ def _read(tx: Transaction, model: str) -> ModelQueue:
     found = tx.connection.execute(_QUEUED, {"of_model": model}).all()
     known = (
         sa.select(workers)
-        .where(workers.c.seen_at > tx.now - _SPEEDS_SECONDS)
+        .where(workers.c.seen_at > tx.now - SPEEDS_COUNT_SECONDS)
         .order_by(workers.c.seen_at.desc())
         .limit(_MOST_WORKERS)
     )

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import sqlalchemy as sa
 
 from batch_pipeline.errors import NotFound
-from batch_pipeline.ledger import rows
+from batch_pipeline.ledger import renewing, rows
 from batch_pipeline.ledger.database import Database
 from batch_pipeline.ledger.records import HeartbeatReply, LeaseRef, Standing, Worker, WorkerState
-from batch_pipeline.ledger.schema import batches, chunks, is_leased, workers
+from batch_pipeline.ledger.schema import workers
 from batch_pipeline.ledger.transitions import insert_for
 
 _SEEN = (
@@ -20,15 +20,6 @@ _SEEN = (
     .returning(workers.c.leave)
 )
 _SEEN_AND_MEASURED = _SEEN.values(tokens_per_second=sa.bindparam("speed"))
-_HELD = (
-    sa.select(chunks.c.batch_id, chunks.c.chunk, chunks.c.token, batches.c.outcome, batches.c.deadline_at)
-    .join(batches, batches.c.batch_id == chunks.c.batch_id)
-    .where(rows.IS_ONE_OF, is_leased)
-    .order_by(chunks.c.batch_id, chunks.c.chunk)
-    .with_for_update(of=chunks)
-)
-"""Leases of some chunks, locked in the order of their keys, and whether their batches are to stop."""
-_EXTEND = chunks.update().where(rows.IS_ONE_OF).values(expires_at=sa.bindparam("until"))
 
 
 class Workers:
@@ -85,16 +76,11 @@ class Workers:
             seen = _SEEN if tokens_per_second is None else _SEEN_AND_MEASURED
             worker = {"worker": worker_id, "now": tx.now, "speed": tokens_per_second}
             leave = tx.connection.execute(seen, worker).scalar_one_or_none()
-            found = tx.connection.execute(_HELD, rows.keys_of(refs)).all() if refs else []
-            held = {LeaseRef(row.batch_id, row.chunk, row.token): row for row in found}
+            held = renewing.renew(tx, refs, tx.now + self._lease_seconds)
             standings = dict.fromkeys(refs, Standing.LOST)
-            for ref in held.keys() & standings.keys():
-                is_to_stop = held[ref].outcome is not None or held[ref].deadline_at <= tx.now
+            for ref, row in held.items():
+                is_to_stop = row.outcome is not None or row.deadline_at <= tx.now
                 standings[ref] = Standing.STOP if is_to_stop else Standing.HELD
-            extended = [ref for ref, standing in standings.items() if standing is not Standing.LOST]
-            if extended:
-                until = tx.now + self._lease_seconds
-                tx.connection.execute(_EXTEND, {**rows.keys_of(extended), "until": until})
         return HeartbeatReply(standings=standings, leave=bool(leave))
 
     def ask_to_leave(self, worker_id: str) -> None:

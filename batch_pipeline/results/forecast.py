@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 
 from batch_pipeline.ledger import Ledger
 from batch_pipeline.ledger.model_queues import ModelQueue
@@ -69,10 +69,10 @@ def _forecast(queue: ModelQueue, settings: Settings) -> Forecast:
     supply = supply_of(fleet)
     finishes: dict[str, float] = {}
     if supply is not None:
-        measured = sum(worker.tokens_per_second or 0.0 for worker in own if worker.state == WorkerState.READY)
+        ready = _fleet(queue, [worker for worker in own if worker.state == WorkerState.READY], there, settings)
         scheduling = settings.scheduling
         conditions = Conditions(
-            now=queue.now, tokens_per_second=measured, margin_seconds=scheduling.at_risk_minutes * 60
+            now=queue.now, tokens_per_second=ready.ready_speed, margin_seconds=scheduling.at_risk_minutes * 60
         )
         share = scheduling.at_risk_share
         finishes = estimated_finishes(queue.queued, queue.shares, supply, conditions, share)
@@ -154,7 +154,7 @@ def _fleet(queue: ModelQueue, shared: Sequence[Worker], there: Sequence[Worker],
         loading_since=[worker.started_at for worker in staying if worker.state == WorkerState.STARTING],
         to_launch=launches,
         most_workers=most_workers,
-        known_speed=median(measured) if measured else declared,
+        known_speed=fmean(measured) if measured else declared,
         loading_seconds=median(starts) if starts else settings.scheduling.loading_seconds,
     )
 

@@ -2,10 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from batch_pipeline.scheduling.finish import Supply
 from batch_pipeline.scheduling.placement import Backlog, Capacity, wanted_workers
+
+SPEEDS_COUNT_SECONDS = 86_400.0
+"""For so long what a worker has measured tells of others of its model."""
+
+
+class Speeds(msgspec.Struct, frozen=True):
+    """What the ready workers of one model have measured."""
+
+    total: float
+    """Tokens a second of those that have, together."""
+    measured: int
+    """How many have."""
+    unmeasured: int
+    """And how many have not yet."""
+
+    def of_one(self, known: float | None) -> float | None:
+        """Return the tokens a second of one worker; `known` is that of workers before these."""
+        return self.total / self.measured if self.measured else known
+
+    def together(self, known: float | None) -> float:
+        """Return the tokens a second of all: who has not measured is as fast as the others; 0 if nobody knows."""
+        return self.total + self.unmeasured * (self.of_one(known) or 0.0)
+
+
+def speeds_of(ready: Sequence[float | None]) -> Speeds:
+    """Return what these ready workers have measured: None or 0 where one has not."""
+    measured = [speed for speed in ready if speed]
+    return Speeds(total=sum(measured), measured=len(measured), unmeasured=len(ready) - len(measured))
 
 
 class Fleet(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,8 +58,16 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def worker_speed(self) -> float | None:
         """Tokens a second of one worker: the mean of those that have measured, else what is known."""
-        measured = [speed for speed in self.speeds if speed]
-        return sum(measured) / len(measured) if measured else self.known_speed
+        return self._ready.of_one(self.known_speed)
+
+    @property
+    def ready_speed(self) -> float:
+        """Tokens a second of the ready workers together, as the order of chunks has it; 0 where none is known."""
+        return self._ready.together(self.known_speed)
+
+    @property
+    def _ready(self) -> Speeds:
+        return speeds_of(self.speeds)
 
     @property
     def most_speed(self) -> float | None:
@@ -37,8 +75,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
         each = self.worker_speed
         if not each:
             return None
-        ready = sum(speed or each for speed in self.speeds)
-        return ready + each * max(self.most_workers - len(self.speeds), 0)
+        return self.ready_speed + each * max(self.most_workers - len(self.speeds), 0)
 
 
 def to_launch(backlog: Backlog, capacity: Capacity, free_gpus: int, chunks_per_worker: int) -> int:
@@ -52,7 +89,7 @@ def supply_of(fleet: Fleet) -> Supply | None:
     each = fleet.worker_speed
     if not each or not (fleet.speeds or fleet.loading_since or fleet.to_launch):
         return None
-    speed = sum(measured or each for measured in fleet.speeds)
+    speed = fleet.ready_speed
     steps = [(fleet.now, speed)]
     # One that has loaded for longer than usual may be there at any moment.
     ready_at = [max(since + fleet.loading_seconds, fleet.now) for since in fleet.loading_since]

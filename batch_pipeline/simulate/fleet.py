@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from enum import StrEnum
 
 from batch_pipeline.scheduling.placement import Capacity
+from batch_pipeline.scheduling.supply import SPEEDS_COUNT_SECONDS, speeds_of
 from batch_pipeline.scheduling.supply import Fleet as ModelFleet
 from batch_pipeline.scheduling.switching import Holder
 from batch_pipeline.simulate.arrivals import SimulatedBatch
@@ -62,6 +63,29 @@ class SimulatedWorker:
         """Its GPUs are away for a while when it is gone."""
 
 
+class Gone:
+    """The speeds of workers that are gone, until they are forgotten."""
+
+    def __init__(self) -> None:
+        self.total = 0.0
+        self._speeds: deque[tuple[float, float]] = deque()
+        """When each was last heard of, and its speed."""
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return len(self._speeds)
+
+    def add(self, now: float, speed: float) -> None:
+        """One goes now."""
+        self._speeds.append((now, speed))
+        self.total += speed
+
+    def forget(self, before: float) -> None:
+        """Forget those that were last heard of before then."""
+        while self._speeds and self._speeds[0][0] < before:
+            self.total -= self._speeds.popleft()[1]
+
+
 class Fleet:
     """Who holds which GPUs. A GPU is known by the model that it had last: another one is a switch."""
 
@@ -78,8 +102,8 @@ class Fleet:
         self._last = Counter({"": gpus})
         """The free GPUs by the last model, "" for none yet."""
         self._of_model: Counter[str] = Counter()
-        self._speeds: dict[str, float] = {}
-        """By model: what a worker had measured when one was last asked."""
+        self._before = {model: Gone() for model in workload.models}
+        """Workers that are gone, by model."""
 
     def available(self, at: float) -> int:
         """Return the GPUs that batches may hold: what live traffic and failures leave."""
@@ -101,11 +125,13 @@ class Fleet:
         self.held += self._model(model).gpus_per_worker
         return worker
 
-    def free(self, worker: SimulatedWorker, *, are_broken: bool = False) -> int:
+    def free(self, worker: SimulatedWorker, now: float, *, are_broken: bool = False) -> int:
         """Take the GPUs of a worker that is gone back; returns how many. Broken ones are away until `repaired`."""
         worker.state = State.GONE
         worker.epoch += 1
         del self.workers[worker.worker_id]
+        if worker.speed:
+            self._before[worker.model].add(now, worker.speed)
         gpus = self._model(worker.model).gpus_per_worker
         self._of_model[worker.model] -= 1
         self.held -= gpus
@@ -118,13 +144,22 @@ class Fleet:
         """So many that were broken are back."""
         self.away -= gpus
 
-    def measured_speed(self, model: str) -> float:
-        """Return the tokens a second of a model's ready workers together."""
-        return sum(
+    def ready_speed(self, model: str, now: float) -> float:
+        """Return the tokens a second of a model's ready workers together, as `ledger.leasing.speed_of` has it."""
+        ready = [
             worker.speed
             for worker in self.workers.values()
             if worker.model == model and worker.state in (State.READY, State.LEAVING)
-        )
+        ]
+        return speeds_of(ready).together(self._known_speed(model, now))
+
+    def _known_speed(self, model: str, now: float) -> float | None:
+        """Return the tokens a second of one worker: the mean of all that were there within a day and have measured."""
+        before = self._before[model]
+        before.forget(now - SPEEDS_COUNT_SECONDS)
+        there = [worker.speed for worker in self.workers.values() if worker.model == model and worker.speed]
+        count = len(there) + len(before)
+        return (sum(there) + before.total) / count if count else None
 
     def workers_of(self, model: str, now: float, to_launch: int) -> ModelFleet:
         """Return what an estimate wants to know of a model's workers that all batches share; speeds are those of their
@@ -132,15 +167,13 @@ class Fleet:
         """
         own = [worker for worker in self.workers.values() if worker.model == model and worker.dedicated_to is None]
         known = self._model(model)
-        if any(worker.speed for worker in own):
-            self._speeds[model] = next(worker.speed for worker in reversed(own) if worker.speed)
         return ModelFleet(
             now=now,
             speeds=[worker.speed or None for worker in own if worker.state is State.READY],
             loading_since=[worker.started_at for worker in own if worker.state is State.STARTING],
             to_launch=to_launch,
             most_workers=min(known.pool_limit, self.total // known.gpus_per_worker),
-            known_speed=self._speeds.get(model),
+            known_speed=self._known_speed(model, now),
             loading_seconds=known.loading_seconds,
         )
 

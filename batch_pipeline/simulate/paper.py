@@ -49,7 +49,7 @@ class PaperQueue:
         model: str,
         queue: Queue,
         speed_seconds: float,
-        measured_speed: Callable[[], float],
+        ready_speed: Callable[[float], float],
     ) -> None:
         self.model = model
         self.queue = queue
@@ -63,7 +63,7 @@ class PaperQueue:
         self._leases: dict[str, list[PaperLease]] = {}
         self._history: dict[str, Used] = {}
         self._speed_seconds = speed_seconds
-        self._measured_speed = measured_speed
+        self._ready_speed = ready_speed
         self._looked_up = -speed_seconds
 
     def arrive(self, batch: SimulatedBatch, now: float) -> None:
@@ -78,7 +78,7 @@ class PaperQueue:
             return None
         self.queue.look(now)
         if now - self._looked_up >= self._speed_seconds:
-            self.queue.set_speed(self._measured_speed())
+            self.queue.set_speed(self._ready_speed(now))
             self._looked_up = now
         if only is not None:
             return self._lease(only, now, is_out_of_turn=False)

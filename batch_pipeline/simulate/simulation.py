@@ -68,7 +68,7 @@ class _Simulation:
 
     def _queue(self, model: str, weights: dict[str, float]) -> PaperQueue:
         queue = self._policy.queue(weights, self._workload.scheduling, self._workload.intake)
-        return PaperQueue(model, queue, self._workload.speed_seconds, lambda: self._fleet.measured_speed(model))
+        return PaperQueue(model, queue, self._workload.speed_seconds, lambda now: self._fleet.ready_speed(model, now))
 
     def run(self) -> Report:
         for batch in self._batches:
@@ -209,7 +209,7 @@ class _Simulation:
     def _gone(self, worker: SimulatedWorker) -> int:
         """(any) -> gone; returns how many GPUs that frees, or breaks for a while where its node goes."""
         self._move()
-        gpus = self._fleet.free(worker, are_broken=worker.is_node_going)
+        gpus = self._fleet.free(worker, self._now, are_broken=worker.is_node_going)
         if worker.is_node_going:
             self._plan(self._now + self._workload.failures.repair_minutes * 60, self._repaired, gpus)
         return gpus

@@ -134,6 +134,8 @@ class Flight:
     hung: bool = False
     """Its last try got no answer in time, and nobody else did."""
     # Of the current try:
+    fed_at: float = 0.0
+    """On our own monotonic clock."""
     limit_seconds: float = 0.0
     """How long it may take."""
     epoch: int = 0

@@ -34,6 +34,7 @@ from batch_pipeline.worker.outcome import Meaning
 from batch_pipeline.worker.patience import Patience
 from batch_pipeline.worker.pauses import pause_seconds
 from batch_pipeline.worker.quarantine import Quarantine
+from batch_pipeline.worker.speed import Pace
 
 log = logging.getLogger(__name__)
 
@@ -91,6 +92,7 @@ class Runner:
         self._feeder = Feeder()
         self._gate = Gate(clocks.random)
         self._patience = Patience(settings.least_request_timeout_seconds, settings.request_timeout_seconds)
+        self._pace = Pace()
         self._quarantine: Quarantine[Flight] = Quarantine(settings.max_request_attempts)
         self._in_flight: dict[Flight, None] = {}
         """In the order in which they were fed."""
@@ -172,6 +174,12 @@ class Runner:
         """Requests that the engine has of us now."""
         return len(self._in_flight)
 
+    def tokens_by(self, now: float) -> float:
+        """Return the tokens that are done so far: of the requests that were answered, and likely of those in flight."""
+        requests = [(now - flight.fed_at, flight.request) for flight in self._in_flight if flight.fed_at]
+        underway = (self._pace.done(since, request.prompt_tokens, request.max_tokens) for since, request in requests)
+        return self.tokens + sum(underway)
+
     def allow(self, in_flight: int) -> None:
         """Have at most so many in flight from now on, 0 for none; what is in flight already goes on."""
         self._stops += in_flight == 0 < self._may_fly
@@ -252,7 +260,7 @@ class Runner:
             body = outcome.salted(body, lease.customer)
         if lease.endpoint == RESPONSES:
             body = outcome.unstored(body)
-        began = self._clocks.monotonic()
+        flight.fed_at = self._clocks.monotonic()
         try:
             flight.limit_seconds = self._limit_seconds(flight)
             answer = await self._client.complete(lease.endpoint, body, flight.limit_seconds, self._priority)
@@ -273,7 +281,9 @@ class Runner:
         else:
             self._landed(flight)
             if answer.output_tokens:
-                self._patience.answered(self._clocks.monotonic() - began, answer.output_tokens)
+                seconds = self._clocks.monotonic() - flight.fed_at
+                self._patience.answered(seconds, answer.output_tokens)
+                self._pace.answered(seconds, answer.output_tokens)
             self._answered(flight, answer)
         self.fill()
 

@@ -1,17 +1,51 @@
-"""How fast a worker is: tokens, prompt and answer, of the requests that it finishes each second."""
+"""How fast a worker is: tokens, prompt and answer, that its engine does each second."""
 
 from __future__ import annotations
 
+from collections import deque
+
 HALF_LIFE_SECONDS = 120.0
 """Age at which what was measured counts half."""
+
+
+_ANSWERS = 256
+"""How many answers count as the newest ones."""
+
+
+class Pace:
+    """How far requests that are in flight have come, reckoned by the newest answers. Pure: the caller measures.
+
+    Without this, many long answers in flight would count for nothing until the first of them ends: speeds would be ten
+    times too low for minutes, and estimates and warnings with them.
+    """
+
+    def __init__(self) -> None:
+        self._newest: deque[tuple[float, int]] = deque(maxlen=_ANSWERS)
+        """Seconds that an answer took, and its tokens."""
+
+    def answered(self, seconds: float, output_tokens: int) -> None:
+        """An answer has come so long after it was asked for."""
+        self._newest.append((seconds, output_tokens))
+
+    def done(self, seconds: float, prompt_tokens: int, max_tokens: int) -> float:
+        """Return the tokens that are likely done of a request in flight for so long; 0 where no answer came yet.
+
+        Of the prompt, as much as of an answer's usual time has passed; of the answer, what others had by then, at most
+        `max_tokens`. Cost: a look at 256 numbers.
+        """
+        total_seconds = sum(took for took, _ in self._newest)
+        total_tokens = sum(tokens for _, tokens in self._newest)
+        if total_seconds <= 0:
+            return 0.0
+        of_prompt = min(seconds * len(self._newest) / total_seconds, 1.0)
+        return prompt_tokens * of_prompt + min(seconds * total_tokens / total_seconds, float(max_tokens))
 
 
 class Speedometer:
     """Pure: the caller tells the time and reads the counters, every few seconds.
 
     Time in which the engine has nothing to do does not count: it says nothing of how fast the worker would be. What was
-    measured fades when something newer is, and not before: where requests take longer than the half-life, the speed
-    would else be nearly nothing until they finish, and many times too much when they do.
+    measured fades when something newer is, and not before: else a worker without news would have no speed soon.
     """
 
     def __init__(self) -> None:
@@ -20,13 +54,13 @@ class Speedometer:
         self._age_seconds = 0.0
         """Since anything has finished; and what of that the worker was busy."""
         self._busy_seconds = 0.0
-        self._before: tuple[float, int, bool] | None = None
+        self._before: tuple[float, float, bool] | None = None
 
-    def look(self, now: float, tokens: int, is_busy: bool) -> float | None:
+    def look(self, now: float, tokens: float, is_busy: bool) -> float | None:
         """Return the tokens a second so far, None before anything has finished.
 
-        `now` is monotonic seconds, `tokens` counts from the worker's start, `is_busy` says whether anything is in
-        flight.
+        `now` is monotonic seconds, `tokens` counts from the worker's start and may be an estimate: where it falls (what
+        was in flight is lost), what is done again does not count. `is_busy` says whether anything is in flight.
         """
         if self._before is not None:
             then, had, was_busy = self._before
@@ -38,6 +72,7 @@ class Speedometer:
                 self._tokens = self._tokens * fading + (tokens - had)
                 self._seconds = self._seconds * fading + self._busy_seconds
                 self._age_seconds = self._busy_seconds = 0.0
-        self._before = (now, tokens, is_busy)
+        most = tokens if self._before is None else max(tokens, self._before[1])
+        self._before = (now, most, is_busy)
         seconds = self._seconds + self._busy_seconds
         return self._tokens / seconds if self._tokens > 0 and seconds > 0 else None

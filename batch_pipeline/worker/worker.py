@@ -277,6 +277,8 @@ class Worker:
                     1,
                     self._only or None,
                     self._run_id,
+                    # Nothing is taken meanwhile; what is let go of meanwhile has no valid lease to be renewed.
+                    held=self._holdings.refs(),
                 )
             except GivenUp:
                 return
@@ -320,7 +322,7 @@ class Worker:
                     self._ledger.workers.heartbeat,
                     self.worker_id,
                     self._holdings.refs(),
-                    self._speedometer.look(asked_at, self._runner.tokens, self._runner.in_flight > 0),
+                    self._speedometer.look(asked_at, self._runner.tokens_by(asked_at), self._runner.in_flight > 0),
                 )
             except OUTAGES as error:
                 if not is_outage(error):

@@ -10,7 +10,7 @@ from batch_pipeline.errors import LeaseLost, NotAllowedInState, NotFound, Operat
 from batch_pipeline.ledger import Ledger, schema
 from batch_pipeline.ledger.committing import commit_chunks
 from batch_pipeline.ledger.database import Database
-from batch_pipeline.ledger.records import BatchStatus, ChunkState, Lease, OnInvalid, Standing, WorkerState
+from batch_pipeline.ledger.records import BatchStatus, ChunkState, Lease, LeaseRef, OnInvalid, Standing, WorkerState
 from tests.fakes.clock import SteppedClock
 from tests.fakes.ledger_values import (
     CHUNK_TOKENS,
@@ -141,6 +141,22 @@ def test_a_heartbeat_keeps_a_lease_and_tells_which_chunks_to_stop(ledger: Ledger
         held[cancelled.batch_id]: Standing.STOP,
         held[due.batch_id]: Standing.STOP,
     }
+
+
+def test_a_worker_that_asks_for_more_before_its_heartbeat_keeps_what_has_run_out(
+    ledger: Ledger, clock: SteppedClock
+) -> None:
+    batch = submitted(ledger, "a", [MODEL] * 3)
+    mine = lease_one(ledger)
+    (lost,) = ledger.chunks.lease("w2", MODEL, 1)
+    clock.advance(LEASE_SECONDS + 1)
+    # The answer to an earlier ask was lost: of that lease the worker knows nothing.
+    (other,) = ledger.chunks.lease("w1", MODEL, 1, held=[mine.ref, LeaseRef(batch.batch_id, 2, 7)])
+    assert (other.ref.chunk, other.ref.token) == (lost.ref.chunk, 2)
+    assert states(ledger, batch.batch_id) == [ChunkState.LEASED, ChunkState.LEASED, ChunkState.PENDING]
+    ledger.chunks.commit(mine.ref, result_of(mine))
+    with pytest.raises(LeaseLost):
+        ledger.chunks.commit(lost.ref, result_of(lost))
 
 
 def test_nothing_of_a_batch_past_its_deadline_is_leased_even_before_the_sweep(

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batch_pipeline.scheduling.estimates import HISTORY_TOKENS, PRIOR_TOKENS, Used, refilled, remembered, usage_ratio
-from batch_pipeline.worker.speed import HALF_LIFE_SECONDS, Speedometer
+from batch_pipeline.scheduling.supply import speeds_of
+from batch_pipeline.worker.speed import HALF_LIFE_SECONDS, Pace, Speedometer
 
 amounts = st.floats(0, 1e10)
 used = st.builds(lambda estimated, share: Used(estimated=estimated, real=estimated * share), amounts, st.floats(0, 2))
@@ -76,3 +77,42 @@ def test_requests_that_take_longer_than_the_half_life_make_no_other_speed(apart_
         speed = meter.look(float(moment), 1000 * sum(rounds), True)
         speeds += [speed / (32 * 1000 / takes)] if speed is not None and moment > 2 * takes else []
     assert 0.45 < min(speeds) <= max(speeds) < 1.2
+
+
+def test_long_answers_in_flight_count_before_they_end() -> None:
+    """63 answers of 20,000 tokens and short ones beside, each at 50 tokens a second."""
+    pace, meter = Pace(), Speedometer()
+    meter.look(0.0, 0, True)
+    short, speeds = 100, []
+    for moment in range(1, 390):
+        finished = moment // 2
+        if moment % 2 == 0:
+            pace.answered(2.0, short)
+        underway = [pace.done(float(moment), 0, 20_000)] * 63 + [pace.done(float(moment % 2), 0, short)]
+        speed = meter.look(float(moment), finished * short + sum(underway), True)
+        speeds += [] if speed is None else [speed / (64 * 50)]
+    assert len(speeds) > 380
+    assert 0.9 < min(speeds) <= max(speeds) < 1.1
+
+
+def test_what_is_in_flight_is_not_reckoned_beyond_what_it_may_be() -> None:
+    pace = Pace()
+    assert pace.done(100.0, 500, 100) == 0.0  # nobody has answered yet
+    pace.answered(10.0, 100)
+    assert pace.done(5.0, 500, 100) == pytest.approx(250 + 50)
+    assert pace.done(1e6, 500, 100) == pytest.approx(600)
+
+
+def test_work_that_is_lost_and_done_again_is_no_speed() -> None:
+    meter = Speedometer()
+    meter.look(0.0, 0, True)
+    assert meter.look(10.0, 1000, True) == pytest.approx(100.0)
+    assert meter.look(20.0, 400, True) == pytest.approx(50.0)
+    assert meter.look(30.0, 1000, True) == pytest.approx(1000 / 30)
+
+
+def test_ready_workers_that_have_not_measured_count_like_the_others() -> None:
+    assert speeds_of([100.0, None, 0.0, 300.0]).together(7.0) == 800.0
+    assert speeds_of([None, None]).together(7.0) == 14.0
+    assert speeds_of([None]).together(None) == 0.0
+    assert speeds_of([]).together(7.0) == 0.0
