@@ -76,7 +76,7 @@ def choose(
         queues.setdefault(batch.customer, []).append(batch)
     at_risk = sorted(
         (batch for batch in waiting if is_at_risk(batch, conditions)),
-        key=lambda batch: (latest_start(batch, conditions.tokens_per_second), batch.created_at, batch.batch_id),
+        key=lambda batch: (latest_start(batch, conditions.tokens_per_second), batch.batch_id),
     )
     served = {customer: shares.get(customer, CustomerShare()).served for customer in queues}
     credit = conditions.credit

@@ -73,7 +73,7 @@ class Rules(NamedTuple):
 
 _Entry = TypeVar("_Entry", bound=tuple[Any, ...])
 _Rank = tuple[int, bool, float, float, str]
-_Urgent = tuple[float, float, str]
+_Urgent = tuple[float, str]
 
 
 class _Place(NamedTuple):
@@ -151,7 +151,7 @@ class FairQueue:
         starts_by, lost_at = latest_start(batch, self._speed), lost_from(batch, self._speed)
         is_lost = self._now > lost_at
         rank = (-batch.priority, is_lost, starts_by, batch.created_at, batch.batch_id)
-        urgent = None if is_lost else (starts_by, batch.created_at, batch.batch_id)
+        urgent = None if is_lost else (starts_by, batch.batch_id)
         self._places[batch.batch_id] = _Place(batch, rank, urgent)
         if batch.customer not in self._orders:
             self._orders[batch.customer] = []
@@ -233,7 +233,7 @@ class FairQueue:
 
     def _next_urgent(self, left: Mapping[str, int]) -> WaitingBatch | None:
         """Return the batch at risk with the least slack that has a chunk left."""
-        for starts_by, _, batch_id in self._urgent:
+        for starts_by, batch_id in self._urgent:
             if not starts_by - self._rules.margin_seconds < self._now:
                 return None
             if left.get(batch_id) != 0:

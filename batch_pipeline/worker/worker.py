@@ -274,7 +274,7 @@ class Worker:
                     self._ledger.chunks.lease,
                     self.worker_id,
                     self._name,
-                    1,
+                    self._wanted(),
                     self._only or None,
                     self._run_id,
                     # Nothing is taken meanwhile; what is let go of meanwhile has no valid lease to be renewed.
@@ -293,6 +293,16 @@ class Worker:
                 return
             if not leases:
                 await was_set(self._draining, self._settings.poll_seconds)
+
+    def _wanted(self) -> int:
+        """Return how many chunks to lease: one, or as many small ones as it takes to feed the engine."""
+        held = self._holdings.chunks()
+        requests = sum(chunk.lease.requests for chunk in held)
+        if not requests:
+            return 1
+        missing = 2 * self._runner.most_in_flight - self._runner.unfed
+        free = self._settings.leases - sum(1 for chunk in held if chunk.unfed)
+        return max(1, min(free, missing * len(held) // requests))
 
     def _has_enough(self) -> bool:
         """Whether no further chunk is wanted now.

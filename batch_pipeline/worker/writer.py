@@ -20,6 +20,7 @@ from batch_pipeline.store import ObjectStore
 from batch_pipeline.wire import chunk_files
 from batch_pipeline.wire.chunk_files import ChunkRequest, FinishedRequest, ResultObject
 from batch_pipeline.worker.chunk import HeldChunk, Phase
+from batch_pipeline.worker.commits import Commits
 from batch_pipeline.worker.outages import Outages
 
 log = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ class ChunkWriter:
         self._ledger = ledger
         self._store = store
         self._outages = outages
+        self._commits = Commits(ledger.chunks.commit_all)
 
     async def load(self, chunk: HeldChunk) -> None:
         """Read the chunk's requests and what earlier attempts had finished. Writes nothing.
@@ -87,7 +89,7 @@ class ChunkWriter:
                 model_version=model_version,
                 **result.counts._asdict(),
             )
-            return await self._while_held(chunk, self._ledger.chunks.commit, chunk.ref, committed)
+            return await self._while_held(chunk, self._commits.commit, chunk.ref, committed)
 
     async def release(self, chunk: HeldChunk, reason: str, *, failed: bool = False) -> CommitReply:
         """Hand the chunk back; its checkpoints stay. Killed before, the lease runs out instead.

@@ -151,6 +151,41 @@ def test_a_batch_at_risk_goes_ahead_with_its_share_and_no_more(helping: Ledger, 
     assert got["acme"] == 40 - got["bolt"]
 
 
+def test_a_hopeless_batch_is_known_by_the_speed_of_earlier_workers(ledger_url: str, clock: SteppedClock) -> None:
+    policy = Policy(margin_seconds=600.0, share=0.25, most_tokens=4.0 * CHUNK_TOKENS)
+    ledger = Ledger.open(ledger_url, clock=clock, policy=policy)
+    for worker, speed in (("yesterday", CHUNK_TOKENS / 10.0), ("new", None)):
+        ledger.workers.register(worker, MODEL, None, "here")
+        ledger.workers.set_state(worker, WorkerState.READY)
+        ledger.workers.heartbeat(worker, tokens_per_second=speed)
+        if speed:
+            ledger.workers.set_state(worker, WorkerState.STOPPED)
+            clock.advance(10_000.0)
+    # By that speed 100 chunks take 1,000 seconds and more than the window.
+    hopeless = submitted(ledger, "hopeless", [MODEL] * 100, window_seconds=100)
+    small = submitted(ledger, "small", [MODEL], window_seconds=86_400)
+    leases = [ledger.chunks.lease("new", MODEL, 1)[0] for _ in range(2)]
+    assert [lease.ref.batch_id for lease in leases] == [small.batch_id, hopeless.batch_id]
+    ledger.close()
+
+
+@pytest.mark.parametrize(("declared", "first"), [(CHUNK_TOKENS / 10.0, "small"), (None, "hopeless")])
+def test_before_anything_was_measured_the_catalogue_says_how_fast_a_worker_is(
+    ledger_url: str, clock: SteppedClock, declared: float | None, first: str
+) -> None:
+    policy = Policy(margin_seconds=600.0, declared={} if declared is None else {MODEL: declared})
+    ledger = Ledger.open(ledger_url, clock=clock, policy=policy)
+    ledger.workers.register("new", MODEL, None, "here")
+    ledger.workers.set_state("new", WorkerState.READY)
+    batches = {
+        "hopeless": submitted(ledger, "hopeless", [MODEL] * 100, window_seconds=100),
+        "small": submitted(ledger, "small", [MODEL], window_seconds=86_400),
+    }
+    (lease,) = ledger.chunks.lease("new", MODEL, 1)
+    assert lease.ref.batch_id == batches[first].batch_id
+    ledger.close()
+
+
 def test_what_a_customer_really_uses_is_remembered_at_the_end_of_its_batches(ledger: Ledger) -> None:
     batch = submitted(ledger, "a", [MODEL] * 3, "acme")
     serve(ledger, 3)
