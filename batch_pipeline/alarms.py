@@ -57,7 +57,10 @@ class AlarmMessage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def workerless(ledger: Ledger, lease_seconds: float) -> list[str]:
-    """Return the models with waiting or interrupted work of which no worker is starting or ready at this moment."""
+    """Return the models with waiting or interrupted work of which no worker is starting or ready at this moment.
+
+    Workers of single batches are no help to the others.
+    """
     wanted = [backlog.model for backlog in ledger.backlog()]
     if not wanted:
         return []
@@ -65,7 +68,7 @@ def workerless(ledger: Ledger, lease_seconds: float) -> list[str]:
     served = {
         worker.model
         for worker in ledger.workers.of_models(wanted)
-        if worker.state in _THERE and now - worker.seen_at <= lease_seconds
+        if worker.state in _THERE and not worker.batches and now - worker.seen_at <= lease_seconds
     }
     return sorted(set(wanted) - served)
 

@@ -3,7 +3,8 @@
     python -m benchmarks.worker [--cases a b c] [--rounds 2] [--model var/models/tiny-random]
 
 a: 400 short chats. b: 400 requests over 50 shared prefixes of 500 tokens, shuffled, with a KV cache of 6,144 tokens: a
-quarter of the prefixes, or eleven requests that share none. c: 400 prompts of 5 to 500 words with answers of 4 to 64 tokens.
+quarter of the prefixes, or eleven requests that share none. c: 400 prompts of 5 to 500 words with answers of 4 to 64
+tokens.
 
 Both sides get the same file, and engines that were started with the same arguments before anything is measured; one
 works while the other is idle, in turns. Each engine answers a few requests first, and its prefix cache is emptied

@@ -209,6 +209,8 @@ def _show_arithmetic(console: Console, found: Arithmetic) -> None:
         f"GPU hours arrive and are due, and live traffic takes {found.peak_live_gpu_hours:,.1f}: together / "
         f"{length:.1f} h = {found.peak_gpus:,.1f} GPUs (peak factor of the batches {found.peak_factor:.2f})"
     )
+    if found.peak_gpus < found.average_gpus:
+        console.print("  below the average: windows reach beyond the hours of arrivals, and so may the work")
     console.print(
         f"failures take {found.overhead:.2%} of the time: {found.peak_work_gpu_hours / length:,.1f} / "
         f"{1 - found.overhead:.4f} + {found.peak_live_gpu_hours / length:,.1f} live, rounded up = {found.gpus} GPUs"

@@ -16,7 +16,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from batch_pipeline.ledger.database import Transaction, execute_all
-from batch_pipeline.ledger.schema import customers, service
+from batch_pipeline.ledger.schema import batches, chunks, customers, is_open, service
 
 _WEIGHT = sa.select(customers.c.weight).where(customers.c.customer == service.c.customer).scalar_subquery()
 _CORRECTED = service.c.tokens + sa.bindparam("more_tokens", type_=sa.Double) / _WEIGHT
@@ -25,6 +25,27 @@ _CORRECT = (
     .where(service.c.model == sa.bindparam("of_model"), service.c.customer == sa.bindparam("of_customer"))
     .values(tokens=sa.case((service.c.floor > _CORRECTED, service.c.floor), else_=_CORRECTED))
 )
+
+
+_IS_CHARGED = chunks.c.charged.is_not(None) & chunks.c.batch_id.in_(
+    sa.select(batches.c.batch_id).where(batches.c.customer == sa.bindparam("of_customer"), is_open)
+)
+_LOCK_CHARGED = (
+    sa.select(chunks.c.chunk).where(_IS_CHARGED).order_by(chunks.c.batch_id, chunks.c.chunk).with_for_update(of=chunks)
+)
+_REWEIGH = chunks.update().where(_IS_CHARGED).values(charged=chunks.c.charged * sa.bindparam("by", type_=sa.Double))
+
+
+def reweigh(tx: Transaction, customer: str, before: float, after: float) -> None:
+    """Let a customer's charges stand for what they are in its counters, under its new weight.
+
+    They were counted over the weight of their time. Corrected over a lower one they would give back more than they
+    took: a credit of any size for what was on lease meanwhile. Cost: the charged chunks of the customer's open batches,
+    which are locked in the order of their keys.
+    """
+    if before != after:
+        tx.connection.execute(_LOCK_CHARGED, {"of_customer": customer})
+        tx.connection.execute(_REWEIGH, {"of_customer": customer, "by": after / before})
 
 
 def correction(chunk: Any, used_tokens: float) -> float:

@@ -18,6 +18,7 @@ import sqlalchemy as sa
 
 from batch_pipeline import ids
 from batch_pipeline.errors import CustomerError, NotFound
+from batch_pipeline.ledger import counters
 from batch_pipeline.ledger.database import Database, Transaction
 from batch_pipeline.ledger.schema import api_keys, customers
 from batch_pipeline.ledger.transitions import ensure_customer
@@ -108,6 +109,8 @@ class Customers:
 
     def _set(self, tx: Transaction, customer: str, values: dict[str, Any]) -> Customer:
         if values:
+            if "weight" in values:
+                counters.reweigh(tx, customer, self._get(tx, customer).weight, values["weight"])
             tx.connection.execute(customers.update().where(customers.c.customer == customer).values(**values))
         return self._get(tx, customer)
 

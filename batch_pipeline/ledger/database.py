@@ -55,6 +55,11 @@ class Transaction(NamedTuple):
     connection: sa.Connection
     now: float
 
+    @property
+    def is_postgres(self) -> bool:
+        """Whether several rows can be given as one parameter (`rows.given`)."""
+        return self.connection.dialect.name == "postgresql"
+
 
 def execute_all(tx: Transaction, statement: sa.Executable, parameters: Sequence[Mapping[str, Any]]) -> None:
     """Run a statement that returns nothing once for each of the parameters, in their order; on Postgres in one round

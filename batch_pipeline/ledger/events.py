@@ -12,7 +12,11 @@ from batch_pipeline.ledger import records, rows
 from batch_pipeline.ledger.database import Database, Transaction, execute_all
 from batch_pipeline.ledger.schema import events
 
+_COLUMNS = ("at", "batch_id", "chunk", "event", "actor", "token", "run_id", "detail")
 _INSERT = events.insert()
+_GIVEN = rows.given(*(events.c[name] for name in _COLUMNS))
+_INSERT_GIVEN = events.insert().from_select(_COLUMNS, sa.select(*_GIVEN.c))
+"""In Postgres, several at once."""
 
 
 def record(
@@ -46,7 +50,10 @@ def record(
 
 def record_all(tx: Transaction, new: list[dict[str, object]]) -> None:
     """Add events to the transaction."""
-    execute_all(tx, _INSERT, new)
+    if len(new) > 1 and tx.is_postgres:
+        tx.connection.execute(_INSERT_GIVEN, {rows.GIVEN: rows.json(new)})
+    else:
+        execute_all(tx, _INSERT, new)
 
 
 class Events:

@@ -34,8 +34,21 @@ _IS_FREE = {
     "sqlite": chunks.c.chunk.in_(_FREE),
     "postgresql": chunks.c.chunk == sa.any_(sa.func.array(_FREE.scalar_subquery())),
 }
-_EXPECTED = (chunks.c.prompt_tokens + chunks.c.max_output_tokens) * sa.bindparam("ratio", type_=sa.Double)
-"""As `_Found.expected` has it."""
+
+
+def _leased_now(ratio: sa.ColumnElement[float]) -> dict[str, Any]:
+    """Return the columns of a chunk that is leased; what it is charged is as `_Found.expected` has it."""
+    expected = (chunks.c.prompt_tokens + chunks.c.max_output_tokens) * ratio
+    return {
+        "state": ChunkState.LEASED,
+        "token": chunks.c.token + 1,
+        "worker_id": sa.bindparam("by_worker"),
+        "run_id": sa.bindparam("by_run"),
+        "expires_at": sa.bindparam("until"),
+        "charged": sa.func.coalesce(chunks.c.charged, 0.0) + sa.case((expected < 1.0, 1.0), else_=expected),
+    }
+
+
 _TAKEN = (
     *(chunks.c.batch_id, chunks.c.chunk, chunks.c.token, chunks.c.input_key, chunks.c.requests),
     *(chunks.c.prompt_tokens, chunks.c.max_output_tokens, chunks.c.parts, chunks.c.expires_at),
@@ -43,17 +56,41 @@ _TAKEN = (
 _TAKE = {
     dialect: chunks.update()
     .where(chunks.c.batch_id == sa.bindparam("of_batch"), is_free)
-    .values(
-        state=ChunkState.LEASED,
-        token=chunks.c.token + 1,
-        worker_id=sa.bindparam("by_worker"),
-        run_id=sa.bindparam("by_run"),
-        expires_at=sa.bindparam("until"),
-        charged=sa.func.coalesce(chunks.c.charged, 0.0) + sa.case((_EXPECTED < 1.0, 1.0), else_=_EXPECTED),
-    )
+    .values(**_leased_now(sa.bindparam("ratio", type_=sa.Double)))
     .returning(*_TAKEN)
     for dialect, is_free in _IS_FREE.items()
 }
+_GIVEN = rows.given(
+    sa.column("of_batch", chunks.c.batch_id.type), sa.column("most", sa.Integer), sa.column("ratio", sa.Double)
+)
+_FREE_OF_EACH = (
+    sa.select(chunks.c.batch_id, chunks.c.chunk)
+    .where(chunks.c.batch_id == _GIVEN.c.of_batch, chunks.c.model == sa.bindparam("of_model"), is_pending)
+    .order_by(chunks.c.chunk)
+    .limit(_GIVEN.c.most)
+    .with_for_update(skip_locked=True)
+    .lateral("free_of_each")
+)
+# Materialised, which is run once: see above.
+_PICKED = (
+    sa.select(_FREE_OF_EACH.c.batch_id, _FREE_OF_EACH.c.chunk, _GIVEN.c.ratio)
+    .select_from(_GIVEN.join(_FREE_OF_EACH, sa.true()))
+    .cte("picked")
+    .prefix_with("MATERIALIZED")
+)
+_TAKE_OF_EACH = (
+    chunks.update()
+    .where(
+        chunks.c.batch_id == _PICKED.c.batch_id,
+        chunks.c.chunk == _PICKED.c.chunk,
+        # These follow from the others. Without them a planner that does not know how few there are may read the table.
+        chunks.c.batch_id == sa.any_(sa.func.array(sa.select(_PICKED.c.batch_id).scalar_subquery())),
+        chunks.c.chunk == sa.any_(sa.func.array(sa.select(_PICKED.c.chunk).scalar_subquery())),
+    )
+    .values(**_leased_now(_PICKED.c.ratio))
+    .returning(*_TAKEN)
+)
+"""In Postgres, from several batches at once."""
 _CHARGE = (
     service.update()
     .where(service.c.model == sa.bindparam("of_model"), service.c.customer == sa.bindparam("of_customer"))
@@ -120,7 +157,7 @@ def lease_chunks(tx: Transaction, taker: Taker, limit: int, only: Sequence[str] 
     out_of_turn_tokens = 0.0
     while len(taken) < limit:
         picks = choose(*_left(found, waiting, taken), limit - len(taken), conditions)
-        got = {pick.batch_id: _take(tx, taker, pick, found[pick.batch_id]) for pick in picks}
+        got = _take(tx, taker, picks, found)
         taken += [row for batch_id in got for row in got[batch_id]]
         spent = sum(
             found[pick.batch_id].expected(row) for pick in picks for row in got[pick.batch_id][: pick.out_of_turn]
@@ -233,24 +270,27 @@ def _found(row: Any, ratio: float) -> _Found:
     return _Found(waiting, CustomerShare(weight=row.weight, served=row.served), row.endpoint, ratio)
 
 
-def _take(tx: Transaction, taker: Taker, pick: Pick, found: _Found) -> list[Any]:
-    """Lock the first free chunks of a batch and lease them; those that somebody else has locked are skipped.
+def _take(tx: Transaction, taker: Taker, picks: Sequence[Pick], found: Mapping[str, _Found]) -> dict[str, list[Any]]:
+    """Lock the first free chunks of each batch and lease them; those that somebody else has locked are skipped.
 
     What each is charged stands in its row, for `counters` to correct once it is known what it used.
     """
-    rows_taken = tx.connection.execute(
-        _TAKE[tx.connection.dialect.name],
-        {
-            "of_batch": pick.batch_id,
-            "of_model": taker.model,
-            "most": pick.chunks,
-            "by_worker": taker.worker_id,
-            "by_run": taker.run_id,
-            "until": taker.expires_at,
-            "ratio": found.ratio,
-        },
-    )
-    return sorted(rows_taken, key=lambda row: int(row.chunk))
+    by_taker = {
+        "of_model": taker.model,
+        "by_worker": taker.worker_id,
+        "by_run": taker.run_id,
+        "until": taker.expires_at,
+    }
+    given = [{"of_batch": pick.batch_id, "most": pick.chunks, "ratio": found[pick.batch_id].ratio} for pick in picks]
+    if len(given) > 1 and tx.is_postgres:
+        taken = tx.connection.execute(_TAKE_OF_EACH, {rows.GIVEN: rows.json(given), **by_taker}).all()
+    else:
+        take = _TAKE[tx.connection.dialect.name]
+        taken = [row for each in given for row in tx.connection.execute(take, {**each, **by_taker})]
+    got: dict[str, list[Any]] = {pick.batch_id: [] for pick in picks}
+    for row in sorted(taken, key=lambda row: int(row.chunk)):
+        got[row.batch_id].append(row)
+    return got
 
 
 def _record(tx: Transaction, taker: Taker, taken: list[Any]) -> None:

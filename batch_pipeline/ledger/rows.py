@@ -21,6 +21,7 @@ IS_ONE_OF = sa.and_(
 """Whether a chunk is one of some leases' (see `keys_of`). The first two conditions follow from the third: by that alone
 SQLite finds no index for several chunks.
 """
+GIVEN = "given_rows"
 LANE = sa.select(*[schema.lanes.c[name] for name in records.Lane.__struct_fields__])
 
 
@@ -83,6 +84,17 @@ def parts(text: str) -> list[records.Part]:
 def chunk_result(text: str) -> records.ChunkResult:
     """Return what a commit has pointed a chunk at, from a `result` column."""
     return msgspec.json.decode(text, type=records.ChunkResult)
+
+
+def given(*columns: sa.ColumnElement[Any]) -> sa.TableValuedAlias:
+    """Return a table of these columns in a statement for Postgres, whose rows come as the one parameter GIVEN: the JSON
+    of a list of objects.
+
+    For the client that costs a tenth of what a parameter for each value does, and one round trip for all rows.
+    """
+    of_json = sa.func.json_to_recordset(sa.cast(sa.bindparam(GIVEN, type_=sa.Text), sa.JSON))
+    named = (sa.column(column.key or "", column.type) for column in columns)
+    return of_json.table_valued(*named, name="given").render_derived(with_types=True)
 
 
 def json(value: Any) -> str:

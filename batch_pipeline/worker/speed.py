@@ -20,25 +20,31 @@ class Pace:
     """
 
     def __init__(self) -> None:
-        self._newest: deque[tuple[float, int]] = deque(maxlen=_ANSWERS)
-        """Seconds that an answer took, and its tokens."""
+        self._newest: deque[tuple[float, int]] = deque()
+        """Seconds that an answer took, and its tokens; the sums of both."""
+        self._seconds = 0.0
+        self._tokens = 0
 
     def answered(self, seconds: float, output_tokens: int) -> None:
         """An answer has come so long after it was asked for."""
         self._newest.append((seconds, output_tokens))
+        self._seconds += seconds
+        self._tokens += output_tokens
+        if len(self._newest) > _ANSWERS:
+            seconds, output_tokens = self._newest.popleft()
+            self._seconds -= seconds
+            self._tokens -= output_tokens
 
     def done(self, seconds: float, prompt_tokens: int, max_tokens: int) -> float:
         """Return the tokens that are likely done of a request in flight for so long; 0 where no answer came yet.
 
         Of the prompt, as much as of an answer's usual time has passed; of the answer, what others had by then, at most
-        `max_tokens`. Cost: a look at 256 numbers.
+        `max_tokens`.
         """
-        total_seconds = sum(took for took, _ in self._newest)
-        total_tokens = sum(tokens for _, tokens in self._newest)
-        if total_seconds <= 0:
+        if self._seconds <= 0:
             return 0.0
-        of_prompt = min(seconds * len(self._newest) / total_seconds, 1.0)
-        return prompt_tokens * of_prompt + min(seconds * total_tokens / total_seconds, float(max_tokens))
+        of_prompt = min(seconds * len(self._newest) / self._seconds, 1.0)
+        return prompt_tokens * of_prompt + min(seconds * self._tokens / self._seconds, float(max_tokens))
 
 
 class Speedometer:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
+from batch_pipeline import ids
 from batch_pipeline.ledger import Ledger, schema
 from batch_pipeline.ledger.leasing import Policy
 from batch_pipeline.ledger.records import ChunkResult, Lease, WorkerState
@@ -291,3 +292,26 @@ def test_counters_are_over_the_weight_of_their_customer(ledger: Ledger) -> None:
     (lease,) = ledger.chunks.lease("w", MODEL, 1)
     ledger.chunks.commit(lease.ref, result_of(lease))
     assert counter(ledger, "acme") == 135.0
+
+
+@pytest.mark.parametrize("weight", [0.001, 1000.0])
+def test_a_weight_that_changes_while_chunks_are_on_lease_gives_no_credit_and_takes_none(
+    ledger: Ledger, weight: float
+) -> None:
+    submitted(ledger, "before", [MODEL], "acme")
+    submitted(ledger, "other", [MODEL], "bolt")
+    (done,) = ledger.chunks.lease("w", MODEL, 1, [ids.batch_id_from("before")])
+    ledger.chunks.commit(done.ref, result_of(done))
+    submitted(ledger, "a", [MODEL, MODEL], "acme")
+    before = counter(ledger, "acme")
+    (kept, _) = ledger.chunks.lease("w", MODEL, 2, [ids.batch_id_from("a")])
+    (others,) = ledger.chunks.lease("w", MODEL, 1, [ids.batch_id_from("other")])
+    of_other = counter(ledger, "bolt")
+    charged = counter(ledger, "acme") - before
+    ledger.customers.set("acme", weight=weight, limits={})
+    assert counter(ledger, "acme") == before + charged
+    ledger.chunks.commit(kept.ref, result_of(kept))
+    used = result_of(kept).input_tokens + result_of(kept).output_tokens
+    assert counter(ledger, "acme") == pytest.approx(before + charged / 2 + used / weight)
+    assert counter(ledger, "bolt") == of_other
+    ledger.chunks.commit(others.ref, result_of(others))

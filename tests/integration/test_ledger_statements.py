@@ -58,7 +58,7 @@ def test_the_statements_of_each_chunk_are_few_and_do_not_grow_with_the_batches(l
         # overdue leases, batches in turn, batches at risk, take, event, lane, charge
         "lease of 1": 7,
         "lease of 4 of one batch": 6,
-        "lease of 8 of four batches": 10,  # a take for each batch
+        "lease of 8 of four batches": 10 if ledger._database.is_sqlite else 7,  # SQLite: a take for each batch
         "heartbeat without leases": 1,
         "heartbeat with 8": 3,
         "checkpoint": 3,

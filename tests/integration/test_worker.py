@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from batch_pipeline.errors import LeaseLost
 from batch_pipeline.ledger import Ledger
-from batch_pipeline.ledger.records import BatchStatus, ChunkState, WorkerState
+from batch_pipeline.ledger.records import (
+    BatchStatus,
+    ChunkResult,
+    ChunkState,
+    CommitReply,
+    Lease,
+    LeaseRef,
+    WorkerState,
+)
 from batch_pipeline.settings import Settings
 from batch_pipeline.store import ObjectStore
 from batch_pipeline.worker import Ended
@@ -70,6 +80,35 @@ def test_a_chunk_costs_the_store_three_calls_and_the_engine_no_new_connections_h
     # Its input is read; its results and their table are written.
     assert counted.calls == 3 * len(chunks)
     assert fake.stats().connections <= 16
+
+
+def test_small_chunks_are_leased_and_committed_several_at_a_time(
+    ledger: Ledger, store: ObjectStore, settings: Settings, fake: RunningFake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks = [[chat_request(2 * number + row, f"say {number} {row}") for row in range(2)] for number in range(60)]
+    batch = make_batch(ledger, store, chunks)
+    leased: list[int] = []
+    committed: list[int] = []
+    lease, commit_all = ledger.chunks.lease, ledger.chunks.commit_all
+
+    def counting_lease(*args: Any, **options: Any) -> list[Lease]:
+        leases = lease(*args, **options)
+        leased.extend([len(leases)] if leases else [])
+        return leases
+
+    def counting_commit(results: Mapping[LeaseRef, ChunkResult]) -> dict[LeaseRef, CommitReply | LeaseLost]:
+        committed.append(len(results))
+        return commit_all(results)
+
+    monkeypatch.setattr(ledger.chunks, "lease", counting_lease)
+    monkeypatch.setattr(ledger.chunks, "commit_all", counting_commit)
+    many = quick(settings, model={"max_in_flight": 16}, leases=12)
+    report = make_worker(ledger, store, many, attached(fake.url)).run()
+    assert (report.chunks, report.requests, fake.stats().calls) == (60, 120, 120)
+    assert sorted(lines_of(ledger, store, batch.batch_id)) == list(range(120))
+    assert sum(leased) == sum(committed) == 60
+    assert leased[0] == 1 < max(leased) <= 12
+    assert len(committed) < 60
 
 
 def worker_model(settings: Settings) -> str:

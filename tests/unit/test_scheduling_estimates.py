@@ -101,6 +101,9 @@ def test_what_is_in_flight_is_not_reckoned_beyond_what_it_may_be() -> None:
     pace.answered(10.0, 100)
     assert pace.done(5.0, 500, 100) == pytest.approx(250 + 50)
     assert pace.done(1e6, 500, 100) == pytest.approx(600)
+    for _ in range(256):
+        pace.answered(1.0, 100)
+    assert pace.done(0.5, 0, 100) == pytest.approx(50)  # the first one counts no more
 
 
 def test_work_that_is_lost_and_done_again_is_no_speed() -> None:
