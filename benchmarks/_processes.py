@@ -1,6 +1,8 @@
-"""Processor seconds of processes that are not this one."""
+"""What processes use: processor seconds, and memory at most."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import psutil
 
@@ -10,6 +12,12 @@ def database_seconds() -> float:
     return sum(
         _seconds(process) for process in psutil.Process().children(recursive=True) if _name(process) == "postgres"
     )
+
+
+def peak_bytes() -> int:
+    """Return the most memory that this program has had. `ru_maxrss` has also what its parent had when it started it."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(fields["VmHWM"].removesuffix("kB")) * 1024
 
 
 def _name(process: psutil.Process) -> str:

@@ -39,6 +39,7 @@ from batch_pipeline.settings import Settings
 from batch_pipeline.store import ObjectStore, keys
 from batch_pipeline.wire.lines import RequestLine
 from benchmarks._intake_stages import Stages
+from benchmarks._processes import peak_bytes
 from tests.fakes.intake_files import CHAT, created
 from tests.fakes.small_model import CONTEXT_LENGTH, NAME, write_model
 
@@ -170,9 +171,9 @@ def work(step: str, settings_file: str, batch_id: str) -> None:
     started, idle = time.perf_counter(), time.process_time()
     result = raw_parse(settings, part) if what.startswith("raw") else steps[step](settings, batch_id)
     seconds = time.perf_counter() - started
-    own, started_ones = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
+    started_ones = resource.getrusage(resource.RUSAGE_CHILDREN)
     processor = time.process_time() - idle + started_ones.ru_utime + started_ones.ru_stime
-    peaks = (own.ru_maxrss / 1024, started_ones.ru_maxrss / 1024)
+    peaks = (peak_bytes() / 1024**2, started_ones.ru_maxrss / 1024)
     print(msgspec.json.encode(Measured(seconds, processor, *peaks, result)).decode())
 
 

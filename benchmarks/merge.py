@@ -30,6 +30,7 @@ from batch_pipeline.results.merge import merge
 from batch_pipeline.results.verify import verify
 from batch_pipeline.settings import Settings
 from batch_pipeline.store import ObjectStore, keys
+from benchmarks._processes import peak_bytes
 from tests.fakes import answered
 
 MEGABYTE = 1_000_000
@@ -139,7 +140,7 @@ def work(step: str, file: str, batch_id: str) -> None:
     used = Measured(
         seconds=time.monotonic() - started,
         processor_seconds=processor_seconds() - before,
-        peak_megabytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / MEGABYTE,
+        peak_megabytes=peak_bytes() / MEGABYTE,
     )
     sys.stdout.buffer.write(msgspec.json.encode(used))
 
