@@ -110,7 +110,11 @@ class Customers:
     def _set(self, tx: Transaction, customer: str, values: dict[str, Any]) -> Customer:
         if values:
             if "weight" in values:
-                counters.reweigh(tx, customer, self._get(tx, customer).weight, values["weight"])
+                # Locked, or of two changes at once each would see the same weight before it. Rows may refer to it.
+                mine = sa.select(customers.c.weight).where(customers.c.customer == customer)
+                before = tx.connection.execute(mine.with_for_update(key_share=True)).scalar_one_or_none()
+                if before is not None:
+                    counters.reweigh(tx, customer, before, values["weight"])
             tx.connection.execute(customers.update().where(customers.c.customer == customer).values(**values))
         return self._get(tx, customer)
 

@@ -99,7 +99,11 @@ _CHARGE = (
 
 
 _CREDIT = sa.select(out_of_turn).where(out_of_turn.c.model == sa.bindparam("of_model")).with_for_update()
-_IS_READY = (workers.c.seen_at > sa.bindparam("alive_since")) & (workers.c.state == sa.literal_column("'ready'"))
+_IS_READY = sa.and_(
+    workers.c.seen_at > sa.bindparam("alive_since"),
+    workers.c.state == sa.literal_column("'ready'"),
+    workers.c.leave.is_(False),
+)
 _HAS_MEASURED = workers.c.tokens_per_second > 0
 _SPEEDS = sa.select(
     sa.func.coalesce(sa.func.sum(workers.c.tokens_per_second).filter(_IS_READY & _HAS_MEASURED), 0.0).label("total"),

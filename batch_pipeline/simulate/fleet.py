@@ -147,9 +147,7 @@ class Fleet:
     def ready_speed(self, model: str, now: float) -> float:
         """Return the tokens a second of a model's ready workers together, as `ledger.leasing.speed_of` has it."""
         ready = [
-            worker.speed
-            for worker in self.workers.values()
-            if worker.model == model and worker.state in (State.READY, State.LEAVING)
+            worker.speed for worker in self.workers.values() if worker.model == model and worker.state is State.READY
         ]
         return speeds_of(ready).together(self._known_speed(model, now))
 

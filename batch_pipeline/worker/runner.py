@@ -115,7 +115,7 @@ class Runner:
         self._drained.set()
         self.engine_version = "unknown"
         self.tokens = 0
-        """Of the requests that were answered so far, prompt and answer."""
+        """Of the requests that were answered so far, prompt and answer, and of those that were dropped on the way."""
 
     async def open(self) -> None:
         """Begin to feed: the engine is ready."""
@@ -165,8 +165,11 @@ class Runner:
                 self._gate.abandoned(flight.epoch)
         self._broken = [entry for entry in self._broken if entry[0].chunk is not chunk]
         self._unsent = [entry for entry in self._unsent if entry[0].chunk is not chunk]
-        mine = [flight.task for flight in self._in_flight if flight.chunk is chunk and flight.task is not None]
-        await _cancel(mine)
+        mine = [flight for flight in self._in_flight if flight.chunk is chunk]
+        # The engine has done it, though nobody wants it any more: else what comes next would count as done again.
+        now = self._clocks.monotonic()
+        self.tokens += round(sum(self._done_of(flight, now) for flight in mine))
+        await _cancel([flight.task for flight in mine if flight.task is not None])
         self.fill()
 
     @property
@@ -176,9 +179,10 @@ class Runner:
 
     def tokens_by(self, now: float) -> float:
         """Return the tokens that are done so far: of the requests that were answered, and likely of those in flight."""
-        requests = [(now - flight.fed_at, flight.request) for flight in self._in_flight if flight.fed_at]
-        underway = (self._pace.done(since, request.prompt_tokens, request.max_tokens) for since, request in requests)
-        return self.tokens + sum(underway)
+        return self.tokens + sum(self._done_of(flight, now) for flight in self._in_flight)
+
+    def _done_of(self, flight: Flight, now: float) -> float:
+        return self._pace.done(now - flight.fed_at, flight.request.max_tokens)
 
     def allow(self, in_flight: int) -> None:
         """Have at most so many in flight from now on, 0 for none; what is in flight already goes on."""
@@ -217,6 +221,7 @@ class Runner:
         now, utc = self._clocks.monotonic(), self._clocks.utc()
         while (flight := self._next(now, utc)) is not None:
             flight.epoch = self._gate.fed()
+            flight.fed_at = now
             flight.answers_before = self.answers
             flight.stops_before = self._stops
             flight.hung = False
@@ -260,7 +265,6 @@ class Runner:
             body = outcome.salted(body, lease.customer)
         if lease.endpoint == RESPONSES:
             body = outcome.unstored(body)
-        flight.fed_at = self._clocks.monotonic()
         try:
             flight.limit_seconds = self._limit_seconds(flight)
             answer = await self._client.complete(lease.endpoint, body, flight.limit_seconds, self._priority)

@@ -35,16 +35,14 @@ class Pace:
             self._seconds -= seconds
             self._tokens -= output_tokens
 
-    def done(self, seconds: float, prompt_tokens: int, max_tokens: int) -> float:
-        """Return the tokens that are likely done of a request in flight for so long; 0 where no answer came yet.
+    def done(self, seconds: float, max_tokens: int) -> float:
+        """Return the tokens that are likely written of the answer to a request in flight for so long; 0 where no answer
+        came yet.
 
-        Of the prompt, as much as of an answer's usual time has passed; of the answer, what others had by then, at most
-        `max_tokens`.
+        As many as others had by then, at most `max_tokens`. A prompt counts with its answer alone: engines compute
+        prompts one after the other, and a hundred long ones that wait in the engine are not done.
         """
-        if self._seconds <= 0:
-            return 0.0
-        of_prompt = min(seconds * len(self._newest) / self._seconds, 1.0)
-        return prompt_tokens * of_prompt + min(seconds * self._tokens / self._seconds, float(max_tokens))
+        return min(seconds * self._tokens / self._seconds, float(max_tokens)) if self._seconds > 0 else 0.0
 
 
 class Speedometer:

@@ -297,12 +297,12 @@ class Worker:
     def _wanted(self) -> int:
         """Return how many chunks to lease: one, or as many small ones as it takes to feed the engine."""
         held = self._holdings.chunks()
-        requests = sum(chunk.lease.requests for chunk in held)
-        if not requests:
+        if not held:
             return 1
         missing = 2 * self._runner.most_in_flight - self._runner.unfed
-        free = self._settings.leases - sum(1 for chunk in held if chunk.unfed)
-        return max(1, min(free, missing * len(held) // requests))
+        feeding = sum(1 for chunk in held if chunk.unfed)
+        free = min(self._settings.leases - feeding, _MOST_HELD * self._settings.leases - len(held))
+        return max(1, min(free, missing // max(chunk.lease.requests for chunk in held)))
 
     def _has_enough(self) -> bool:
         """Whether no further chunk is wanted now.

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import pytest
+import sqlalchemy as sa
 
 from batch_pipeline import ids
 from batch_pipeline.ledger import Ledger, schema
@@ -292,6 +294,21 @@ def test_counters_are_over_the_weight_of_their_customer(ledger: Ledger) -> None:
     (lease,) = ledger.chunks.lease("w", MODEL, 1)
     ledger.chunks.commit(lease.ref, result_of(lease))
     assert counter(ledger, "acme") == 135.0
+
+
+def test_of_two_weights_that_are_set_at_once_each_counts_from_the_other(postgres_url: str) -> None:
+    ledger = Ledger.open(postgres_url)
+    submitted(ledger, "a", [MODEL] * 2, "acme")
+    (kept,) = ledger.chunks.lease("w", MODEL, 1)
+    with ThreadPoolExecutor(2) as pool:
+        for weights in ((2.0, 10.0), (3.0, 0.5), (7.0, 1.0)):
+            list(pool.map(lambda weight: ledger.customers.set("acme", weight=weight, limits={}), weights))
+    weight = ledger.customers.get("acme").weight
+    with ledger._database.read() as tx:
+        charged = tx.connection.execute(sa.select(schema.chunks.c.charged).where(schema.chunks.c.chunk == 0))
+        assert charged.scalar_one() / weight == pytest.approx(CHUNK_TOKENS)
+    ledger.chunks.commit(kept.ref, result_of(kept))
+    ledger.close()
 
 
 @pytest.mark.parametrize("weight", [0.001, 1000.0])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -88,7 +90,7 @@ def test_long_answers_in_flight_count_before_they_end() -> None:
         finished = moment // 2
         if moment % 2 == 0:
             pace.answered(2.0, short)
-        underway = [pace.done(float(moment), 0, 20_000)] * 63 + [pace.done(float(moment % 2), 0, short)]
+        underway = [pace.done(float(moment), 20_000)] * 63 + [pace.done(float(moment % 2), short)]
         speed = meter.look(float(moment), finished * short + sum(underway), True)
         speeds += [] if speed is None else [speed / (64 * 50)]
     assert len(speeds) > 380
@@ -97,13 +99,37 @@ def test_long_answers_in_flight_count_before_they_end() -> None:
 
 def test_what_is_in_flight_is_not_reckoned_beyond_what_it_may_be() -> None:
     pace = Pace()
-    assert pace.done(100.0, 500, 100) == 0.0  # nobody has answered yet
+    assert pace.done(100.0, 100) == 0.0  # nobody has answered yet
     pace.answered(10.0, 100)
-    assert pace.done(5.0, 500, 100) == pytest.approx(250 + 50)
-    assert pace.done(1e6, 500, 100) == pytest.approx(600)
+    assert pace.done(5.0, 100) == pytest.approx(50)
+    assert pace.done(1e6, 100) == pytest.approx(100)
     for _ in range(256):
         pace.answered(1.0, 100)
-    assert pace.done(0.5, 0, 100) == pytest.approx(50)  # the first one counts no more
+    assert pace.done(0.5, 100) == pytest.approx(50)  # the first one counts no more
+
+
+@pytest.mark.parametrize("chats_before", [0, 2000])
+def test_long_prompts_that_wait_in_the_engine_are_not_done(chats_before: int) -> None:
+    """An engine that does 10,000 tokens a second, one prompt of 8,000 and its answer of 50 after the other, 256 at
+    once; perhaps short chats before.
+    """
+    pace, meter = Pace(), Speedometer()
+    meter.look(0.0, 0, True)
+    now, tokens, speeds, next_look = 0.0, 0, [], 5.0
+    fed = deque((0.0, 100 if number < chats_before else 8000) for number in range(256))
+    for number in range(256, chats_before + 600):
+        since, prompt = fed.popleft()
+        now += (prompt + 50) / 10_000
+        tokens += prompt + 50
+        pace.answered(now - since, 50)
+        fed.append((now, 100 if number < chats_before else 8000))
+        if now >= next_look:
+            next_look += 5.0
+            speed = meter.look(now, tokens + sum(pace.done(now - at, 50) for at, _ in fed), True)
+            speeds += [speed] if speed is not None else []
+    assert len(speeds) > 50
+    assert max(speeds) < 1.5 * 10_000
+    assert 0.7 * 10_000 < speeds[-1] < 1.1 * 10_000
 
 
 def test_work_that_is_lost_and_done_again_is_no_speed() -> None:
