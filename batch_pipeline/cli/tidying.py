@@ -46,7 +46,7 @@ def _show(app: App, report: Report, *, dry_run: bool) -> None:
             done = "would be removed" if dry_run else "removed"
             click.echo(f"{step}: {len(found)} ({objects} objects, {rows} rows) {done}")
     if not report.removals:
-        click.echo("nothing to remove")
+        click.echo("nothing to remove was found in what could be looked at" if report.failures else "nothing to remove")
     for batch_id, why in report.held.items():
         click.echo(f"kept {batch_id}: {why}", err=True)
     for failure in report.failures:

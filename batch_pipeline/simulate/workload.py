@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 import msgspec
@@ -175,10 +176,14 @@ def check(workload: Workload) -> list[str]:
         problems += _above_zero(f"models.{name}.", model, *model.__struct_fields__)
         if not MODEL_NAME.fullmatch(name):
             problems.append(f"models: {name!r} is no name of a model")
-        if model.gpus_per_worker > workload.gpus:
+        if model.gpus_per_worker > workload.gpus > 0:
             problems.append(f"models.{name}.gpus_per_worker is more than gpus, so it could never run")
     if not workload.live.gpus_by_hour or min(workload.live.gpus_by_hour) < 0:
         problems.append("live.gpus_by_hour must have figures of 0 or more")
+    elif min(workload.live.gpus_by_hour) >= workload.gpus > 0:
+        problems.append(f"live.gpus_by_hour takes all {workload.gpus} gpus at every hour, so batches would never run")
+    if workload.scheduling.total_gpus != Scheduling().total_gpus:
+        problems.append("scheduling.total_gpus: say gpus, at the top of the file")
     for outage in workload.failures.outages:
         problems += _above_zero("failures.outages.", outage, "hours", "gpus")
     for section in (workload.intake, workload.worker, workload.scheduling):
@@ -188,8 +193,8 @@ def check(workload: Workload) -> list[str]:
         problems += _above_zero(f"{type(section).__name__.lower()}.", section, *fields, numbers=True)
     for customers in workload.customers:
         problems += _check_customers(customers, workload)
-    if len({customers.name for customers in workload.customers}) < len(workload.customers):
-        problems.append("customers: two have the same name; use count")
+    names = Counter(customers.name for customers in workload.customers)
+    problems += [f"customers: {count} are called {name!r}; use count" for name, count in names.items() if count > 1]
     return problems
 
 
@@ -202,10 +207,15 @@ def _check_customers(customers: Customers, workload: Workload) -> list[str]:
         *_check_shares(f"{where}windows", [window.share for window in customers.windows]),
         *_check_shares(f"{where}arrivals_by_hour", customers.arrivals_by_hour),
     ]
-    for window in customers.windows:
-        problems += _above_zero(f"{where}windows.", window, "hours")
+    least, most = workload.intake.min_window_seconds / HOUR, workload.intake.max_window_seconds / HOUR
+    for hours in [window.hours for window in customers.windows] + [listed.window_hours for listed in customers.batches]:
+        if not least <= hours <= most:
+            problems.append(
+                f"{where}windows of {hours:g} hours: the service takes {least:g} to {most:g} "
+                "(intake.min_window_seconds, intake.max_window_seconds)"
+            )
     for listed in customers.batches:
-        problems += _above_zero(f"{where}batches.", listed, "requests", "window_hours")
+        problems += _above_zero(f"{where}batches.", listed, "requests")
         if not 0 <= listed.at_hours <= workload.hours:
             problems.append(f"{where}batches.at_hours must be from 0 to hours, not {listed.at_hours}")
     for field in ("requests", "prompt_tokens", "output_share"):
@@ -217,12 +227,16 @@ def _check_customers(customers: Customers, workload: Workload) -> list[str]:
         problems.append(f"{where}prefix_share must be from 0 to below 1")
     drawn = customers.batches_per_day * customers.count * workload.hours / HOURS_A_DAY
     if not 0 <= drawn <= MOST_BATCHES:
-        problems.append(f"{where}batches_per_day: {drawn:g} batches in all are not from 0 to {MOST_BATCHES}")
+        problems.append(
+            f"{where}batches_per_day must be 0 or more, and {MOST_BATCHES:,} batches in all at most, not {drawn:,g}"
+        )
     return problems
 
 
 def _check_shares(where: str, shares: list[float]) -> list[str]:
-    if shares and min(shares) >= 0 and 0 < sum(shares) < math.inf:
+    if not shares:
+        return [f"{where} is empty"]
+    if min(shares) >= 0 and 0 < sum(shares) < math.inf:
         return []
     return [f"{where} must have shares of 0 or more, not all 0"]
 

@@ -4,26 +4,47 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from batch_pipeline.cli.program import run
+from batch_pipeline.settings import Intake, Scheduling, Worker
 from batch_pipeline.simulate import POLICIES, load
 from batch_pipeline.simulate.arrivals import draw
+from batch_pipeline.simulate.workload import Customers, Failures, ListedBatch, Outage, SimulatedModel, Spread, Workload
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "workloads"
 SMALL = str(EXAMPLES / "small.toml")
 
 
 def test_the_examples_are_valid_and_the_large_one_is_a_day_at_a_billion() -> None:
-    assert {file.stem for file in EXAMPLES.glob("*.toml")} == {"billion", "small", "trough", "overload"}
+    assert {file.stem for file in EXAMPLES.glob("*.toml")} == {"billion", "small", "trough", "overload", "reference"}
     for file in EXAMPLES.glob("*.toml"):
         load(file)
     batches = draw(load(EXAMPLES / "billion.toml"))
     assert 9_500 <= len(batches) <= 10_500
     assert 0.95e9 <= sum(batch.requests for batch in batches) <= 1.1e9
     assert max(batch.requests for batch in batches) == 1_000_000
+
+
+def test_the_reference_has_every_field_and_its_default() -> None:
+    reference = load(EXAMPLES / "reference.toml")
+    written = tomllib.loads((EXAMPLES / "reference.toml").read_text(encoding="utf-8"))
+    customers, model = written["customers"][0], written["models"]["small"]
+    assert written.keys() == set(Workload.__struct_fields__)
+    assert customers.keys() == set(Customers.__struct_fields__)
+    assert model.keys() == set(SimulatedModel.__struct_fields__)
+    assert written["failures"].keys() == set(Failures.__struct_fields__)
+    assert written["failures"]["outages"][0].keys() == set(Outage.__struct_fields__)
+    assert customers["batches"][0].keys() == set(ListedBatch.__struct_fields__)
+    for field in ("requests", "prompt_tokens", "output_share"):
+        assert customers[field].keys() == set(Spread.__struct_fields__)
+    assert (reference.intake, reference.worker, reference.scheduling) == (Intake(), Worker(), Scheduling())
+    least = Workload(name="", gpus=8, models={}, customers=[])
+    for field in ("seed", "hours", "step_seconds", "speed_seconds", "estimate_seconds", "live"):
+        assert getattr(reference, field) == getattr(least, field)
 
 
 def test_all_policies_are_compared_in_a_table_and_on_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
