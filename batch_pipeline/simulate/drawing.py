@@ -23,6 +23,7 @@ class Line(NamedTuple):
     colour: str
     values: Sequence[float]
     is_filled: bool = False
+    is_dashed: bool = False
 
 
 def chart(hours: Sequence[float], lines: Sequence[Line], unit: str) -> str:
@@ -39,7 +40,8 @@ def chart(hours: Sequence[float], lines: Sequence[Line], unit: str) -> str:
             base = _y(0.0, top)
             area = f"{points[0][0]:.1f},{base:.1f} {path} {points[-1][0]:.1f},{base:.1f}"
             parts.append(f'<polygon points="{area}" fill="{line.colour}" opacity="0.18"/>')
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{line.colour}" stroke-width="1.6"/>')
+        dashes = ' stroke-dasharray="5 4"' if line.is_dashed else ""
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{line.colour}" stroke-width="1.6"{dashes}/>')
     parts.append(_legend(lines))
     return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">{"".join(parts)}</svg>'
 

@@ -118,8 +118,9 @@ def in_chunks(report: Report) -> float:
 def _course(report: Report) -> str:
     series = report.series
     gpus = [
-        Line("left by live traffic and failures", "#9aa3b5", series.available),
         Line("held by batches", "#2f6fd0", series.held, is_filled=True),
+        # On top: batches often hold all that is left.
+        Line("left by live traffic and failures", "#1b2333", series.available, is_dashed=True),
     ]
     if any(series.live):
         gpus.append(Line("live traffic", "#d1495b", series.live))
