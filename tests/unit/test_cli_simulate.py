@@ -82,7 +82,7 @@ def test_a_plan_shows_its_arithmetic_and_the_simulations_that_confirm_it(capsys:
     [
         ("gpus = 1", "missing required field"),
         ("gpus = 0", "gpus must be above 0"),
-        ("gpu = 1", "unknown field `gpu`"),
+        ("gpu = 1", "gpu: no such field; is gpus meant?"),
         ("gpus = 1\nseed = ", "not valid TOML"),
     ],
 )

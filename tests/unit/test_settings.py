@@ -132,8 +132,8 @@ def test_variables_override_fields_of_every_type(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("[store", r"not valid TOML: .*at end of document"),
-        ("[store]\nbuckets = 1", r"unknown field `buckets`.*\$\.store"),
-        ("[stores]\n", r"unknown field `stores`"),
+        ("[store]\nbuckets = 1", r"store\.buckets: no such field; is bucket meant\?"),
+        ("[stores]\n", r"stores: no such field; is store meant\?"),
         ("[store]\nbucket = 1", r"Expected `str`, got `int`.*\$\.store\.bucket"),
         ("store = 1", r"Expected `object`, got `int`.*\$\.store"),
         ('[worker]\nleases = "many"', r"Expected `int`, got `str`.*\$\.worker\.leases"),
@@ -184,7 +184,7 @@ def test_variables_override_fields_of_every_type(tmp_path: Path) -> None:
             r"intake\.default_window_seconds must lie between .* 5 is not between",
         ),
         ("[intake]\nmin_window_seconds = 700000", r"intake\.default_window_seconds must lie between"),
-        (GOOD_MODEL + "price = {}", r"unknown field `price`.*\$\.models"),
+        (GOOD_MODEL + "price = {}", r"models\..*\.price: no such field; is prices meant\?"),
     ],
 )
 def test_wrong_file_is_one_line_that_names_file_and_field(tmp_path: Path, text: str, message: str) -> None:
@@ -199,7 +199,7 @@ def test_wrong_file_is_one_line_that_names_file_and_field(tmp_path: Path, text: 
     ("variable", "value", "message"),
     [
         ("BATCH_PIPELINE__WORKER__LEASES", "many", r"\$\.worker\.leases"),
-        ("BATCH_PIPELINE__WORKER__LEASE", "3", r"unknown field `lease`.*\$\.worker"),
+        ("BATCH_PIPELINE__WORKER__LEASE", "3", r"worker\.lease: no such field; is leases meant\?"),
         ("BATCH_PIPELINE__WORKER", "3", r"\$\.worker"),
         ("BATCH_PIPELINE__STORE__BUCKET__NAME", "x", r"bucket is not a table"),
         ("BATCH_PIPELINE__MODELS__M__ENGINE_ARGUMENTS", "[--dtype]", r"not a TOML value"),
