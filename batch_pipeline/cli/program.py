@@ -30,7 +30,7 @@ from batch_pipeline.cli import (
     webhooks,
 )
 from batch_pipeline.cli.app import CANNOT_SERVE, FAILED, INTERRUPTED, KEY_VARIABLE, URL_VARIABLE, App
-from batch_pipeline.errors import BatchPipelineError, CustomerError, ProofFailed
+from batch_pipeline.errors import BatchPipelineError, CustomerError, ProofFailed, StoreError
 from batch_pipeline.plain import printable
 
 
@@ -67,6 +67,8 @@ for module in (batches, files, proofs, billing, operating, tidying, serving, cus
     for command in module.COMMANDS:
         commands.add_command(command)
 customers.customers.add_command(webhooks.webhooks)
+
+_HINT = "`batch-pipeline doctor` looks at every part"
 
 
 def main() -> None:
@@ -110,10 +112,12 @@ def _status(error: Exception) -> int | None:
 
 
 def _message(error: Exception) -> str:
+    if isinstance(error, StoreError):
+        return f"{error}; {_HINT}"
     if not _is_outage(error):
         return str(error)
     said = str(getattr(error, "orig", None) or error).strip() or type(error).__name__
-    return f"the ledger cannot be used: {said.splitlines()[0]}"
+    return f"the ledger cannot be used: {said.splitlines()[0]}; {_HINT}"
 
 
 def _is_outage(error: Exception) -> bool:

@@ -117,7 +117,10 @@ def test_a_ledger_file_that_is_no_database_is_one_line_for_the_operator(
     monkeypatch.setenv("BATCH_PIPELINE__LEDGER__URL", f"sqlite:///{tmp_path / 'ledger'}")
     assert run(["--config", str(config), "list"]) == 3
     said = capsys.readouterr().err
-    assert said == "error: the ledger cannot be used: file is not a database\n"
+    assert (
+        said
+        == "error: the ledger cannot be used: file is not a database; `batch-pipeline doctor` looks at every part\n"
+    )
 
 
 @pytest.mark.parametrize("arguments", [["status", "batch_\udcff"], ["list", "--customer", "\udcff"]])
