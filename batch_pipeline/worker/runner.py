@@ -18,6 +18,7 @@ import logging
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from batch_pipeline.engine import Answer, AnswerTimeout, AnswerTooLarge, ConnectionLost, Engine, EngineClient
@@ -228,7 +229,7 @@ class Runner:
             self._in_flight[flight] = None
             self._drained.clear()
             flight.task = asyncio.create_task(self._fly(flight))
-            flight.task.add_done_callback(self._check)
+            flight.task.add_done_callback(partial(self._ended, flight))
         if self._feeder.unfed < 2 * self.most_in_flight:
             self._listener.hungry()
         self._set_timer(now)
@@ -296,6 +297,13 @@ class Runner:
         if self._is_shared:
             return self._settings.request_timeout_seconds
         return self._patience.limit(flight.request, flight.timeouts)
+
+    def _ended(self, flight: Flight, task: asyncio.Task[None]) -> None:
+        """See to it that a flight whose task has ended holds no place: cancelled before its first step it never ran."""
+        if flight.task is task and flight in self._in_flight:
+            self._landed(flight)
+            self._gate.abandoned(flight.epoch)
+        self._check(task)
 
     def _landed(self, flight: Flight) -> None:
         self._in_flight.pop(flight, None)
