@@ -129,6 +129,9 @@ class PodLife:
         self._containers.append(container)
         self.pod["status"].setdefault(statuses, []).append(container.status)
         await container.start()
+        if self._ends:
+            # Asked to end while its process was being started: whoever asked has found none to tell.
+            container.terminate()
         self._report()
         for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
             if given.get(probe):
