@@ -103,6 +103,8 @@ class Stats(msgspec.Struct):
     live_calls: int = 0
     connections: int = 0
     """That requests have come on."""
+    silenced: int = 0
+    """Requests that get no answer because of `silent`."""
     starved: int = 0
     """How often it waited in vain for more requests (see `--want`)."""
 
@@ -224,6 +226,7 @@ class FakeEngine:
             self._journal.write(prompt.rpartition("\n")[2] + "\n")
             self._journal.flush()
         if self._control.silent:
+            self._stats.silenced += 1
             await asyncio.Event().wait()
         if (refusal := self._refusal()) is not None:
             return refusal

@@ -133,6 +133,7 @@ def test_a_killed_worker_costs_what_was_in_flight_and_nobody_has_two_results(
         with start_process(settings_file, sqlite_url, fake.url, **short) as process:
             wait_until(lambda: fake.stats().answered >= 12, "some requests are answered")
             fake.control(silent=True)
+            wait_until(lambda: fake.stats().silenced == 4, "all places are taken by requests without an answer")
             wait_until(lambda: saved(ledger, batch_id) > fake.stats().calls - 4, "shared answers are saved")
             process.kill()
         wait_until(lambda: fake.stats().in_flight == 0, "the engine has noticed")
