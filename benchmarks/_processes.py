@@ -1,8 +1,6 @@
-"""What processes use: processor seconds, and memory at most."""
+"""Processor seconds of processes that are not this one."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import psutil
 
@@ -12,12 +10,6 @@ def database_seconds() -> float:
     return sum(
         _seconds(process) for process in psutil.Process().children(recursive=True) if _name(process) == "postgres"
     )
-
-
-def peak_bytes() -> int:
-    """Return the most memory that this program has had. `ru_maxrss` has also what its parent had when it started it."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(fields["VmHWM"].removesuffix("kB")) * 1024
 
 
 def _name(process: psutil.Process) -> str:

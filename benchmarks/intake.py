@@ -39,8 +39,8 @@ from batch_pipeline.settings import Settings
 from batch_pipeline.store import ObjectStore, keys
 from batch_pipeline.wire.lines import RequestLine
 from benchmarks._intake_stages import Stages
-from benchmarks._processes import peak_bytes
 from tests.fakes.intake_files import CHAT, created
+from tests.fakes.memory import peak_bytes
 from tests.fakes.small_model import CONTEXT_LENGTH, NAME, write_model
 
 WORDS = (

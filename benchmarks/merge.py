@@ -30,8 +30,8 @@ from batch_pipeline.results.merge import merge
 from batch_pipeline.results.verify import verify
 from batch_pipeline.settings import Settings
 from batch_pipeline.store import ObjectStore, keys
-from benchmarks._processes import peak_bytes
 from tests.fakes import answered
+from tests.fakes.memory import peak_bytes
 
 MEGABYTE = 1_000_000
 

@@ -16,7 +16,7 @@ from batch_pipeline.scheduling.finish import QueuedBatch, estimated_finishes
 from batch_pipeline.scheduling.order import Conditions
 from batch_pipeline.scheduling.placement import Backlog, Capacity
 from batch_pipeline.scheduling.risk import Demand, Outlook, shortfall
-from batch_pipeline.scheduling.supply import Fleet, supply_of, to_launch
+from batch_pipeline.scheduling.supply import Fleet, speeds_of, supply_of, to_launch
 from batch_pipeline.settings import Settings
 
 _HOLDS_GPUS = (WorkerState.STARTING, WorkerState.READY, WorkerState.DRAINING)
@@ -69,10 +69,12 @@ def _forecast(queue: ModelQueue, settings: Settings) -> Forecast:
     supply = supply_of(fleet)
     finishes: dict[str, float] = {}
     if supply is not None:
-        ready = _fleet(queue, [worker for worker in own if worker.state == WorkerState.READY], there, settings)
+        ready = [w.tokens_per_second for w in own if w.state == WorkerState.READY and not w.leave]
         scheduling = settings.scheduling
         conditions = Conditions(
-            now=queue.now, tokens_per_second=ready.ready_speed, margin_seconds=scheduling.at_risk_minutes * 60
+            now=queue.now,
+            tokens_per_second=speeds_of(ready).together(fleet.known_speed),
+            margin_seconds=scheduling.at_risk_minutes * 60,
         )
         share = scheduling.at_risk_share
         finishes = estimated_finishes(queue.queued, queue.shares, supply, conditions, share)

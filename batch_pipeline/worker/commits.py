@@ -44,34 +44,26 @@ class Commits:
                 self._commit_waiting()
         return mine.reply.result()
 
-    def _commit_alone(self, one: _Waiting) -> None:
-        try:
-            reply = self._commit_all({one.ref: one.result})[one.ref]
-        except BaseException as error:  # noqa: BLE001 - it is raised to whom it concerns
-            one.reply.set_exception(error)
-        else:
-            _answer(one, reply)
-
     def _commit_waiting(self) -> None:
         with self._lock:
             together, self._waiting = self._waiting, []
+        self._commit_together(together)
+
+    def _commit_together(self, together: list[_Waiting]) -> None:
         try:
             replies = self._commit_all({each.ref: each.result for each in together})
         except BaseException as error:  # noqa: BLE001 - it is raised to whom it concerns
-            if len(together) == 1 or is_outage(error):
-                for each in together:
-                    each.reply.set_exception(error)
-            else:
+            if len(together) > 1 and not is_outage(error):
                 # One of them cannot be written: that is not to cost the others their work.
                 for each in together:
-                    self._commit_alone(each)
+                    self._commit_together([each])
+            else:
+                for each in together:
+                    each.reply.set_exception(error)
             return
         for each in together:
-            _answer(each, replies[each.ref])
-
-
-def _answer(one: _Waiting, reply: CommitReply | LeaseLost) -> None:
-    if isinstance(reply, LeaseLost):
-        one.reply.set_exception(reply)
-    else:
-        one.reply.set_result(reply)
+            reply = replies[each.ref]
+            if isinstance(reply, LeaseLost):
+                each.reply.set_exception(reply)
+            else:
+                each.reply.set_result(reply)

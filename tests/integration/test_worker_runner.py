@@ -7,17 +7,14 @@ import time
 
 import pytest
 
-from batch_pipeline.ledger.records import Lease, LeaseRef
 from batch_pipeline.models import Model
 from batch_pipeline.settings import Worker
-from batch_pipeline.wire.chunk_files import ChunkRequest
 from batch_pipeline.worker.chunk import HeldChunk
 from batch_pipeline.worker.runner import Clocks, Runner
 from tests.fakes import engine as fake_engine
 from tests.fakes.batches import chat_request
+from tests.fakes.held import held_chunk
 from tests.fakes.workers import MODEL, attached
-
-BATCH = "batch_" + "0" * 32
 
 
 class Heard:
@@ -44,25 +41,6 @@ class Heard:
         raise AssertionError("the runner failed") from error
 
 
-def held(number: int, requests: list[ChunkRequest]) -> HeldChunk:
-    lease = Lease(
-        ref=LeaseRef(BATCH, number, 1),
-        customer="acme",
-        endpoint="/v1/chat/completions",
-        model=MODEL,
-        input_key="k",
-        requests=len(requests),
-        parts=[],
-        expires_at=0.0,
-        deadline_at=time.time() + 3600.0,
-        attempts=1,
-        tokens=1,
-    )
-    chunk = HeldChunk(lease, "nonce", valid_until=60.0)
-    chunk.load(requests, [])
-    return chunk
-
-
 @pytest.mark.parametrize("way", ["drop", "give way"])
 def test_what_is_cancelled_before_it_has_begun_holds_no_place(way: str) -> None:
     """As where a heartbeat says of two chunks that they are lost: the first one's places are given to the second."""
@@ -73,7 +51,13 @@ def test_what_is_cancelled_before_it_has_begun_holds_no_place(way: str) -> None:
         runner = Runner(attached(url), Worker(), model, heard, Clocks(time.monotonic, time.time))
         await runner.open()
         first, second = (
-            held(number, [chat_request(10 * number + row, "say") for row in range(8)]) for number in (0, 1)
+            held_chunk(
+                number,
+                [chat_request(10 * number + row, "say") for row in range(8)],
+                model=MODEL,
+                deadline_at=time.time() + 3600.0,
+            )
+            for number in (0, 1)
         )
         runner.add(first)
         runner.fill()

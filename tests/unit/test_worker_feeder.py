@@ -7,33 +7,15 @@ import pytest
 
 from batch_pipeline.engine import Answer
 from batch_pipeline.errors import ProofFailed
-from batch_pipeline.ledger.records import Lease, LeaseRef
 from batch_pipeline.wire.chunk_files import ChunkRequest, FinishedRequest
 from batch_pipeline.worker import outcome
 from batch_pipeline.worker.chunk import Flight, HeldChunk, Phase
 from batch_pipeline.worker.feeder import Feeder
-
-BATCH = "batch_" + "0" * 32
+from tests.fakes.held import BATCH, held_chunk
 
 
 def held(number: int, indexes: list[int], deadline_at: float = 1000.0, load: bool = True) -> HeldChunk:
-    lease = Lease(
-        ref=LeaseRef(BATCH, number, 1),
-        customer="acme",
-        endpoint="/v1/chat/completions",
-        model="m",
-        input_key="k",
-        requests=len(indexes),
-        parts=[],
-        expires_at=0.0,
-        deadline_at=deadline_at,
-        attempts=1,
-        tokens=1,
-    )
-    chunk = HeldChunk(lease, "nonce", valid_until=60.0)
-    if load:
-        chunk.load(rows(indexes), [])
-    return chunk
+    return held_chunk(number, rows(indexes), deadline_at=deadline_at, load=load)
 
 
 def rows(indexes: list[int]) -> list[ChunkRequest]:
