@@ -13,7 +13,7 @@ import msgspec
 from batch_pipeline.errors import SettingsError
 from batch_pipeline.settings.checks import check
 from batch_pipeline.settings.sections import Settings
-from batch_pipeline.settings.unknown import unknown_fields
+from batch_pipeline.settings.tables import converted
 
 CONFIG_VARIABLE = "BATCH_PIPELINE_CONFIG"
 OVERRIDE_PREFIX = "BATCH_PIPELINE__"
@@ -36,13 +36,7 @@ def load(path: Path | None = None, environment: Mapping[str, str] | None = None)
     elif must_exist:
         raise SettingsError(f"{file}: no such file; set {CONFIG_VARIABLE} to your configuration, or leave it unset")
     where = " with ".join([str(file)] * file.is_file() + _apply_overrides(raw, variables))
-    unknown = unknown_fields(raw, Settings)
-    if unknown:
-        raise SettingsError(f"{where}: {'; '.join(unknown)}")
-    try:
-        settings = msgspec.convert(raw, Settings, strict=False)
-    except msgspec.ValidationError as error:
-        raise SettingsError(f"{where}: {error}") from error
+    settings = converted(raw, Settings, where)
     problems = check(settings)
     if problems:
         raise SettingsError(f"{where}: {'; '.join(problems)}")

@@ -15,7 +15,7 @@ import msgspec
 
 from batch_pipeline.errors import SettingsError
 from batch_pipeline.settings import MAY_BE_NONE, MODEL_NAME, Intake, Scheduling, Worker
-from batch_pipeline.settings.unknown import unknown_fields
+from batch_pipeline.settings.tables import converted
 
 HOUR = 3600.0
 HOURS_A_DAY = 24
@@ -156,13 +156,7 @@ def load(file: Path) -> Workload:
         raise SettingsError(f"{file}: no such file") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingsError(f"{file}: not valid TOML: {error}") from error
-    unknown = unknown_fields(raw, Workload)
-    if unknown:
-        raise SettingsError(f"{file}: {'; '.join(unknown)}")
-    try:
-        workload = msgspec.convert(raw, Workload, strict=False)
-    except msgspec.ValidationError as error:
-        raise SettingsError(f"{file}: {error}") from error
+    workload = converted(raw, Workload, str(file))
     problems = check(workload)
     if problems:
         raise SettingsError(f"{file}: {'; '.join(problems)}")
