@@ -8,20 +8,26 @@ from our image.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from dagster import DagsterRun
 from dagster._core.definitions.assets.job.asset_job import IMPLICIT_ASSET_JOB_NAME
+from dagster._core.launcher import CheckRunHealthResult, WorkerStatus
 from dagster._utils.tags import normalize_tags
 from dagster_k8s import K8sRunLauncher
+from dagster_k8s.client import DagsterK8sAPIRetryLimitExceeded, DagsterK8sUnrecoverableAPIError
 from dagster_k8s.container_context import K8sContainerContext
 from dagster_k8s.job import get_job_name_from_run_id, get_user_defined_k8s_config
+from urllib3.exceptions import HTTPError
 
 from batch_pipeline import settings as configuration
 from batch_pipeline.settings import Settings
 from resources.kubernetes import intake_tags, merge_tags
 from resources.pod_end import PodEnd
+
+log = logging.getLogger(__name__)
 
 _TAGS: Mapping[str, Callable[[Settings], Mapping[str, Any]]] = {
     "request_chunks": intake_tags,
@@ -32,6 +38,23 @@ _TAGS: Mapping[str, Callable[[Settings], Mapping[str, Any]]] = {
 
 class PodLauncher(K8sRunLauncher):
     """K8sRunLauncher, with the pods of intake and merge also for runs of their assets alone."""
+
+    def check_run_worker_health(self, run: DagsterRun) -> CheckRunHealthResult:
+        """Return how the pod of a run that has begun fares.
+
+        A Kubernetes that cannot be asked, as while its control plane is upgraded, says nothing about pods: they count
+        as running. K8sRunLauncher answers UNKNOWN then, for which run monitoring fails the run, while its pod works on.
+        """
+        health: CheckRunHealthResult = super().check_run_worker_health(run)
+        if health.status is not WorkerStatus.UNKNOWN:
+            return health
+        job = get_job_name_from_run_id(run.run_id)  # type: ignore[no-untyped-call]
+        try:
+            status = self._api_client.get_job_status(job, self.get_container_context_for_run(run).namespace or "")
+        except (DagsterK8sAPIRetryLimitExceeded, DagsterK8sUnrecoverableAPIError, HTTPError) as error:
+            log.warning("Kubernetes cannot be asked for the Job of run %s: %s", run.run_id, error)
+            return CheckRunHealthResult(WorkerStatus.RUNNING, f"Kubernetes cannot be asked: {error}")
+        return health if status is None else CheckRunHealthResult(WorkerStatus.RUNNING)
 
     def end_of_pod(self, run: DagsterRun) -> PodEnd | None:
         """Return how the pod of a run has ended; None where it may still run. Raises what Kubernetes' client raises."""

@@ -77,12 +77,14 @@ def count_under_way(instance: dg.DagsterInstance, job_name: str) -> int:
 
 
 def _under_way(job_name: str) -> list[RunsFilter]:
-    """Return what finds the runs of a job that are queued or running, or were created a moment ago."""
+    """Return what finds the runs of a job that are queued or running, or were created a moment ago: these first, so
+    that none that is queued between the two questions escapes both.
+    """
     started = [status for status in UNDER_WAY if status != _BEFORE_THE_QUEUE]
     born_after = datetime.now(UTC) - timedelta(seconds=BORN_SECONDS)
     return [
-        RunsFilter(job_name=job_name, statuses=started),
         RunsFilter(job_name=job_name, statuses=[_BEFORE_THE_QUEUE], created_after=born_after),
+        RunsFilter(job_name=job_name, statuses=started),
     ]
 
 

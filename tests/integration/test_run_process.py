@@ -12,6 +12,7 @@ from typing import Any
 import dagster as dg
 import kubernetes
 import pytest
+from dagster._core.launcher import WorkerStatus
 from dagster._utils.interrupts import capture_interrupts
 from dagster_k8s.job import get_job_name_from_run_id
 
@@ -164,3 +165,21 @@ def test_a_run_without_a_job_is_given_the_time_to_get_one(starting: Starting) ->
     assert starting.status(run) == (dg.DagsterRunStatus.STARTING, None)
     starting.look(later_seconds=120.0)
     assert starting.status(run) == (dg.DagsterRunStatus.CANCELED, PREEMPTED)
+
+
+def test_a_run_is_not_lost_while_kubernetes_cannot_be_asked(starting: Starting) -> None:
+    run = starting.launch(seconds=600.0)
+    starting.instance.report_dagster_event(
+        dg.DagsterEvent(dg.DagsterEventType.RUN_START.value, run.job_name), run_id=run.run_id
+    )
+    began = starting.instance.get_run_by_id(run.run_id)
+    assert began is not None
+    assert starting.launcher.check_run_worker_health(began).status is WorkerStatus.RUNNING
+    reached = starting.launcher._api_client.batch_api.api_client.configuration
+    address = reached.host
+    reached.host = "http://127.0.0.1:1"
+    health = starting.launcher.check_run_worker_health(began)
+    assert (health.status, "cannot be asked" in str(health.msg)) == (WorkerStatus.RUNNING, True)
+    reached.host = address
+    starting.jobs.delete_namespaced_job(get_job_name_from_run_id(run.run_id), NAMESPACE)
+    assert starting.launcher.check_run_worker_health(began).status is WorkerStatus.UNKNOWN, "which fails the run"
