@@ -26,7 +26,6 @@ from batch_pipeline.models import FETCH_ENVIRONMENT, Model
 LOOPBACK = "127.0.0.1"
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", **FETCH_ENVIRONMENT}
 """An engine fetches nothing and reports nothing to anybody, unless the catalogue says otherwise."""
-_SHORTCUT = "batch_pipeline.engine.shortcut.Shortcut"
 _POLL_SECONDS = 0.25
 _STOP_SECONDS = 15.0
 """Time from SIGTERM to SIGKILL."""
@@ -188,7 +187,6 @@ def vllm_command(name: str, model: Model, port: int) -> list[str]:
         "--disable-uvicorn-access-log",
         # Without it the usage does not say how many tokens came from the prefix cache.
         "--enable-prompt-tokens-details",
-        *("--middleware", _SHORTCUT),
         *model.engine_arguments,
     ]
 

@@ -30,7 +30,6 @@ from batch_pipeline.models import job_name
 from batch_pipeline.results.status import current_status
 from batch_pipeline.results.verify import verify
 from batch_pipeline.store import ObjectStore
-from sensors.runs import PARTITION_TAG
 from tests.fakes.clusters import Cluster
 from tests.fakes.databases import new_database
 from tests.fakes.engine import MODEL
@@ -150,15 +149,6 @@ class Stack:
         run = self.instance.get_run_by_id(run_id)
         assert run is not None
         return run
-
-    def ends(self, batch: Batch) -> str:
-        """Return what became of the runs of a batch's partition, as Dagster tells it."""
-        runs = self.instance.get_runs(dg.RunsFilter(tags={PARTITION_TAG: batch.batch_id}))
-        return "\n".join(
-            f"{run.job_name} {run.status.value}: {entry.user_message or entry.message}"
-            for run in runs
-            for entry in self.instance.all_logs(run.run_id)
-        )
 
     def pods(self, run_id: str) -> list[Any]:
         """Return the pods of a run."""

@@ -6,8 +6,6 @@ import asyncio
 import json
 import re
 import threading
-import urllib.request
-from collections import Counter
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -142,49 +140,6 @@ def test_the_fake_refuses_what_the_real_engine_refuses(real_url: str) -> None:
         assert 400 <= real.status < 500, question
         assert answer.status == real.status, question
         assert shape(json.loads(answer.body)) == shape(json.loads(real.body)), question
-
-
-def test_the_shorter_way_through_vllms_server_gives_the_answers_of_its_own(real_url: str) -> None:
-    """A query keeps a request from the shorter way (batch_pipeline/engine/shortcut.py)."""
-    sure: dict[str, Any] = {**HELLO, "temperature": 0, "seed": 7}
-    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
-    colour = {"type": "json_schema", "json_schema": {"name": "colour", "schema": {"enum": ["red", "blue"]}}}
-    questions: list[tuple[str, Any]] = [
-        (CHAT, sure),
-        (CHAT, {**sure, "n": 2, "logprobs": True, "top_logprobs": 3, "priority": 3}),
-        (CHAT, {**sure, "messages": [{"role": "user", "content": [{"type": "text", "text": "Été, \U0001f600?"}]}]}),
-        (CHAT, {**sure, "tools": [tool], "tool_choice": "none"}),
-        (CHAT, {**sure, "response_format": colour}),
-        (CHAT, {**sure, "unknown": [1, None]}),
-        (TEXT, {**ONCE, "temperature": 0, "logprobs": 2, "echo": True}),
-        (TEXT, {**ONCE, "temperature": 0, "prompt": ["Hello", "Good"]}),
-        *((endpoint, body) for endpoint, body in BAD if endpoint in (CHAT, TEXT)),
-    ]
-    before = requests_counted(real_url)
-    ours = ask(real_url, questions)
-    refused = sum(answer.status >= 300 for answer in ours)
-    between = requests_counted(real_url)
-    theirs = ask(real_url, [(f"{endpoint}?own=1", body) for endpoint, body in questions])
-    for question, short, own in zip(questions, ours, theirs, strict=True):
-        one, other = (
-            {key: value for key, value in json.loads(answer.body).items() if key not in ("id", "created")}
-            for answer in (short, own)
-        )
-        assert (short.status, one) == (own.status, other), question
-    longer = [counts[CHAT] + counts[TEXT] for counts in (before, between, requests_counted(real_url))]
-    assert longer[1] - longer[0] <= refused, "what was answered took the shorter way"
-    assert longer[2] - longer[1] == len(questions)
-
-
-def requests_counted(url: str) -> dict[str, int]:
-    """Return how many requests vLLM's server has counted at each endpoint: those that went its own way."""
-    with urllib.request.urlopen(f"{url}/metrics") as answer:  # noqa: S310 - our own engine
-        text = answer.read().decode()
-    found = re.findall(r'^http_requests_total\{handler="([^"]+)".*\} ([0-9.e+]+)$', text, re.MULTILINE)
-    counted: Counter[str] = Counter()
-    for endpoint, number in found:
-        counted[endpoint] += int(float(number))
-    return counted
 
 
 def test_the_real_engine_loses_or_breaks_at_the_items_that_intake_refuses(real_url: str) -> None:

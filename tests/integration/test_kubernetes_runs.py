@@ -112,7 +112,7 @@ def test_a_dropped_file_becomes_results_by_pods_alone(service: Stack) -> None:
     assert service.finish(batch).completed == 20
     pods = service.core.list_namespaced_pod(service.cluster.namespace).items
     roles = Counter(pod.metadata.labels.get("batch-pipeline/role", "housekeeping") for pod in pods)
-    assert roles["intake"] == roles["merge"] == 1, service.ends(batch)
+    assert roles["intake"] == roles["merge"] == 1
     (worker,) = service.runs()
     engine = next(c for c in service.pod(worker.run_id).status.init_container_statuses if c.name == "engine")
     assert engine.restart_count == 0
