@@ -97,16 +97,21 @@ def status(app: App, batch_id: str, as_json: bool) -> None:
 @json_option
 @pass_app
 def list_batches(app: App, customer: str | None, only: str | None, limit: int, as_json: bool) -> None:
-    """List batches, newest first."""
+    """List batches, newest first: how many of their requests are answered, and how many have ended without an answer.
+
+    Those have a line in the error file: invalid, failed, expired or cancelled.
+    """
     documents = app.door.recent(customer, only, limit)
     if as_json:
         print_json(documents)
         return
-    table = Table("batch", "customer", "name", "status", "done", "created", box=None, pad_edge=False)
+    columns = ("batch", "customer", "name", "status", "answered", "not", "of", "created")
+    table = Table(*columns, box=None, pad_edge=False)
     for document in documents:
-        count = f"{done(document)}/{document.request_counts.total or '?'}"
-        created = moment(document.created_at)
-        table.add_row(document.id, document.customer, document.name, document.status, count, created)
+        answered, total = document.counts.completed, document.request_counts.total
+        counts = (str(answered), str(done(document) - answered), str(total or "?"))
+        named = (document.id, document.customer, document.name, document.status)
+        table.add_row(*named, *counts, moment(document.created_at))
     app.console.print(table)
 
 

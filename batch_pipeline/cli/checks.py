@@ -151,7 +151,8 @@ def _folder(name: str, model: Model) -> Finding:
         detail = f"{folder} is not mounted in this pod; it is in those of intake and of the model's workers"
         return Finding(part=part, state=State.NOTE, detail=detail)
     mend = f"put the model there, or set models.{name}.source to its folder (`make setup` makes the demo's)"
-    return Finding(part=part, state=State.MEND, detail=f"{folder} has no {' and no '.join(missing)}", mend=mend)
+    detail = f"{folder} has no {' and no '.join(missing)}" if folder.is_dir() else f"there is no folder {folder}"
+    return Finding(part=part, state=State.MEND, detail=detail, mend=mend)
 
 
 def _engine(app: App) -> Iterator[Finding]:

@@ -7,10 +7,12 @@ import json
 import re
 import threading
 from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import anthropic
+import openai
 import psutil
 import pytest
 
@@ -31,7 +33,7 @@ from tests.fakes.batches import chat_request, make_batch
 from tests.fakes.waiting import wait_until
 from tests.fakes.workers import MODEL, REPOSITORY, attached, lines_of, make_worker, quick, start_process
 
-# Three starts of the engine: minutes each on a busy machine.
+# Four starts of the engine: minutes each on a busy machine.
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 CHAT, TEXT, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
 RESPONSES = "/v1/responses"
@@ -97,14 +99,22 @@ def shape(value: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def real_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """vLLM with SmolLM2, started once for this module; its loop runs in a thread of its own."""
+    """vLLM with SmolLM2, started once for this module."""
+    folder = make_smollm2(REPOSITORY / "var" / "models")
+    with vllm(folder, tmp_path_factory.mktemp("engine"), "--scheduling-policy", "priority") as url:
+        yield url
+
+
+@contextmanager
+def vllm(folder: Path, logs: Path, *arguments: str) -> Iterator[str]:
+    """Run vLLM with a model; its loop runs in a thread of its own. Yields its URL."""
     model = Model(
-        source=str(make_smollm2(REPOSITORY / "var" / "models")),
+        source=str(folder),
         context_length=fake_engine.CONTEXT,
-        engine_arguments=["--dtype", "float32", "--enforce-eager", "--scheduling-policy", "priority"],
+        engine_arguments=["--dtype", "float32", "--enforce-eager", *arguments],
         engine_environment={"VLLM_CPU_KVCACHE_SPACE": "1"},
     )
-    server = VllmServer(MODEL, model, tmp_path_factory.mktemp("engine") / "engine.log")
+    server = VllmServer(MODEL, model, logs / "engine.log")
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
@@ -236,6 +246,39 @@ def test_a_message_batch_of_the_anthropic_sdk_runs_on_the_real_engine(
     assert "Paris" in message.content[0].text
     assert message.stop_reason in ("end_turn", "max_tokens")
     assert ledger.batches.get(batch_id).output_tokens == message.usage.output_tokens > 0
+
+
+def test_embeddings_of_the_openai_sdk_run_on_the_real_engine(
+    sqlite_url: str, store: ObjectStore, settings: Settings, tmp_path: Path
+) -> None:
+    ledger = Ledger.open(sqlite_url)
+    endpoint = "/v1/embeddings"
+    inputs: list[Any] = ["Hello", ["Hello", "More words"], [1, 2, 3], ""]
+    lines = [
+        {"custom_id": str(number), "method": "POST", "url": endpoint, "body": {"model": MODEL, "input": given}}
+        for number, given in enumerate(inputs)
+    ]
+    configured = quick(settings, model={"endpoints": [endpoint]})
+    with (
+        vllm(make_tiny(REPOSITORY / "var" / "models"), tmp_path, "--runner", "pooling", "--convert", "embed") as url,
+        service.running(ledger, store, configured) as running,
+        openai.OpenAI(base_url=f"{running.url}/v1", api_key=service.new_key(ledger)) as client,
+    ):
+        file = client.files.create(file=b"".join(json.dumps(line).encode() + b"\n" for line in lines), purpose="batch")
+        made = client.batches.create(input_file_id=file.id, endpoint=endpoint, completion_window="24h")
+        batch_id = made.id
+        ops.validate(batch_id, ledger=ledger, store=store, settings=configured)
+        ops.write_chunks(batch_id, ledger=ledger, store=store, settings=configured)
+        make_worker(ledger, store, configured, attached(url)).run()
+        merge(batch_id, ledger=ledger, store=store, settings=configured, run_id=None)
+        ended = client.batches.retrieve(made.id)
+        assert ended.output_file_id is not None
+        answers = [json.loads(line) for line in client.files.content(ended.output_file_id).text.splitlines()]
+    vectors = {answer["custom_id"]: answer["response"]["body"]["data"] for answer in answers}
+    assert {custom_id: len(data) for custom_id, data in vectors.items()} == {"0": 1, "1": 2, "2": 1}
+    assert vectors["0"][0]["embedding"] == pytest.approx(vectors["1"][0]["embedding"], abs=1e-4)
+    assert (ended.request_counts.completed, ended.request_counts.failed) == (3, 1)
+    assert ended.usage.output_tokens == 0 < ended.usage.input_tokens
 
 
 def test_a_killed_engine_core_is_started_again_and_nothing_outlives_a_killed_worker(
