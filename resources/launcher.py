@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from dagster import DagsterRun
@@ -28,6 +29,8 @@ from resources.kubernetes import intake_tags, merge_tags
 from resources.pod_end import PodEnd
 
 log = logging.getLogger(__name__)
+OVERDUE_SECONDS = 60.0
+"""A pod that is still there so long after its grace is on a node that is gone: a kubelet would have killed it."""
 
 _TAGS: Mapping[str, Callable[[Settings], Mapping[str, Any]]] = {
     "request_chunks": intake_tags,
@@ -40,21 +43,38 @@ class PodLauncher(K8sRunLauncher):
     """K8sRunLauncher, with the pods of intake and merge also for runs of their assets alone."""
 
     def check_run_worker_health(self, run: DagsterRun) -> CheckRunHealthResult:
-        """Return how the pod of a run that has begun fares.
+        """Return how the pod of a run that has begun fares; what is neither running nor a success ends the run.
 
         A Kubernetes that cannot be asked, as while its control plane is upgraded, says nothing about pods: they count
-        as running. K8sRunLauncher answers UNKNOWN then, for which run monitoring fails the run, while its pod works on.
+        as running (K8sRunLauncher's answer is UNKNOWN, which would fail the run while its pod works on). A pod that
+        should have ended some time ago is on a node that is gone: nobody will ever say how it ended, and the run would
+        keep its place for as long as the node is away.
         """
-        health: CheckRunHealthResult = super().check_run_worker_health(run)
-        if health.status is not WorkerStatus.UNKNOWN:
-            return health
+        namespace = self.get_container_context_for_run(run).namespace or ""
         job = get_job_name_from_run_id(run.run_id)  # type: ignore[no-untyped-call]
         try:
-            status = self._api_client.get_job_status(job, self.get_container_context_for_run(run).namespace or "")
+            status = self._api_client.get_job_status(job, namespace)
+            is_lost = status is not None and not status.active and self._is_overdue(status, job, namespace)
         except (DagsterK8sAPIRetryLimitExceeded, DagsterK8sUnrecoverableAPIError, HTTPError) as error:
             log.warning("Kubernetes cannot be asked for the Job of run %s: %s", run.run_id, error)
             return CheckRunHealthResult(WorkerStatus.RUNNING, f"Kubernetes cannot be asked: {error}")
-        return health if status is None else CheckRunHealthResult(WorkerStatus.RUNNING)
+        if status is None:
+            return CheckRunHealthResult(WorkerStatus.UNKNOWN, f"there is no Job {job}")
+        if is_lost:
+            return CheckRunHealthResult(WorkerStatus.FAILED, "its pod should have ended long ago: its node is gone")
+        if not status.active and (status.failed or status.succeeded):
+            return CheckRunHealthResult(WorkerStatus.FAILED, "its Job has ended, and the run has not")
+        return CheckRunHealthResult(WorkerStatus.RUNNING)
+
+    def _is_overdue(self, status: Any, job: str, namespace: str) -> bool:
+        """Whether all pods of a Job should have ended OVERDUE_SECONDS ago; asks for them only where some are ending."""
+        if not status.terminating:
+            return False
+        pods = self._api_client.get_pods_in_job(job, namespace)
+        # A pod's deletion is at the end of its grace.
+        times = [pod.metadata.deletion_timestamp for pod in pods]
+        latest = datetime.now(UTC) - timedelta(seconds=OVERDUE_SECONDS)
+        return bool(times) and all(time is not None and time < latest for time in times)
 
     def end_of_pod(self, run: DagsterRun) -> PodEnd | None:
         """Return how the pod of a run has ended; None where it may still run. Raises what Kubernetes' client raises."""

@@ -1,5 +1,6 @@
 """Launches GPU workers where there is backlog, and keeps the pools' limits equal to the catalogue's."""
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import median
@@ -10,7 +11,7 @@ import msgspec
 
 from assets.gpu_workers import DEDICATED_TAG, dedicated_request, is_dedicated, pool_name
 from batch_pipeline.ledger import Ledger, notices
-from batch_pipeline.ledger.records import WorkerState
+from batch_pipeline.ledger.records import Worker, WorkerState
 from batch_pipeline.live_load import LiveLoad
 from batch_pipeline.results.forecast import late_batches
 from batch_pipeline.scheduling.dedicated import Bounds, dedications
@@ -31,6 +32,17 @@ class _Given(NamedTuple):
     """What live traffic leaves."""
 
 
+class _Served(NamedTuple):
+    """What the ledger's workers tell of the models."""
+
+    holders: list[Holder]
+    """The workers that have GPUs."""
+    at: dict[str, float]
+    """When each model last had a ready worker that any batch may have, as far as that is known."""
+    loading_seconds: dict[str, float]
+    """What a start takes, of the models of which one was seen."""
+
+
 class _Look(NamedTuple):
     """What one tick has found."""
 
@@ -43,6 +55,8 @@ class _Look(NamedTuple):
     launches: list[Launch]
     gpus: int
     """What live traffic leaves."""
+    served: _Served
+    now: float
 
 
 def gpu_worker_sensor(settings: Settings, jobs: Mapping[str, dg.JobDefinition]) -> dg.SensorDefinition:
@@ -145,34 +159,15 @@ def _agree(
 
 def _give_way(context: dg.SensorEvaluationContext, ledger: Ledger, settings: Settings, look: _Look) -> None:
     """Ask workers to leave. Killed in between, the next tick asks the rest; who was asked twice leaves once."""
-    workers = ledger.workers.of_models([capacity.model for capacity in look.capacities])
-    under_way = {record.dagster_run.run_id for records in look.runs.values() for record in records}
-    starts: dict[str, list[float]] = {}
-    for worker in workers:
-        if worker.ready_at is not None:
-            starts.setdefault(worker.model, []).append(worker.ready_at - worker.started_at)
-    now = ledger.now()
     cluster = Cluster(
         backlogs=[backlog for backlog in look.backlogs if backlog.model not in look.pausing],
         capacities=look.capacities,
-        holders=[
-            Holder(
-                worker_id=worker.worker_id,
-                model=worker.model,
-                ready_at=worker.ready_at,
-                is_leaving=worker.leave or worker.state == WorkerState.DRAINING,
-                is_dedicated=bool(worker.batches),
-            )
-            for worker in workers
-            if worker.run_id in under_way
-            and worker.state not in (WorkerState.STOPPED, WorkerState.FAILED)
-            and now - worker.seen_at <= settings.worker.lease_seconds
-        ],
+        holders=look.served.holders,
         gpus=look.gpus,
-        now=now,
+        now=look.now,
     )
     rules = Rules(
-        loading_seconds={model: median(seconds) for model, seconds in starts.items()},
+        loading_seconds=look.served.loading_seconds,
         default_loading_seconds=settings.scheduling.loading_seconds,
         chunks_per_worker=settings.scheduling.chunks_per_worker,
         turn=settings.scheduling.turn,
@@ -180,6 +175,31 @@ def _give_way(context: dg.SensorEvaluationContext, ledger: Ledger, settings: Set
     for departure in departures(cluster, rules):
         context.log.info(f"{departure.worker_id} is asked to leave: {departure.reason}")
         ledger.workers.ask_to_leave(departure.worker_id)
+
+
+def _served(workers: Sequence[Worker], under_way: set[str], now: float, lease_seconds: float) -> _Served:
+    """Return what workers that were heard of lately tell; `under_way` are the runs of those that may have GPUs."""
+    holders = [
+        Holder(
+            worker_id=worker.worker_id,
+            model=worker.model,
+            ready_at=worker.ready_at,
+            is_leaving=worker.leave or worker.state == WorkerState.DRAINING,
+            is_dedicated=bool(worker.batches),
+        )
+        for worker in workers
+        if worker.run_id in under_way
+        and worker.state not in (WorkerState.STOPPED, WorkerState.FAILED)
+        and now - worker.seen_at <= lease_seconds
+    ]
+    at: dict[str, float] = {}
+    starts: dict[str, list[float]] = {}
+    for worker in workers:
+        if worker.ready_at is not None:
+            starts.setdefault(worker.model, []).append(worker.ready_at - worker.started_at)
+            if not worker.batches:
+                at[worker.model] = max(at.get(worker.model, worker.seen_at), worker.seen_at)
+    return _Served(holders, at, {model: median(seconds) for model, seconds in starts.items()})
 
 
 def _look(
@@ -196,6 +216,9 @@ def _look(
         for backlog in backlogs
         if _is_pausing(backlog.model, ledger, settings) or is_failing(instance, jobs[backlog.model].name, first_pause)
     }
+    now = ledger.now()
+    under_way = {record.dagster_run.run_id for records in given.runs.values() for record in records}
+    served = _served(ledger.workers.of_models(list(jobs)), under_way, now, settings.worker.lease_seconds)
     capacities = [
         Capacity(
             model=name,
@@ -203,6 +226,7 @@ def _look(
             dedicated=sum(is_dedicated(record.dagster_run) for record in given.runs[name]),
             pool_limit=settings.models[name].pool_limit,
             gpus_per_worker=settings.models[name].kubernetes.gpus,
+            served_at=served.at.get(name, -math.inf),
         )
         for name, job in jobs.items()
     ]
@@ -211,8 +235,9 @@ def _look(
         capacities,
         given.gpus,
         settings.scheduling.chunks_per_worker,
+        sum(settings.models[holder.model].kubernetes.gpus for holder in served.holders if holder.is_leaving),
     )
-    return _Look(given.runs, backlogs, pausing, capacities, launches, given.gpus)
+    return _Look(given.runs, backlogs, pausing, capacities, launches, given.gpus, served, now)
 
 
 def _tell(

@@ -89,7 +89,7 @@ class Chunks:
 
     def _policy_of(self, tx: Transaction, model: str) -> Policy:
         speed, looked_up = self._speeds.get(model, (0.0, -_SPEED_SECONDS))
-        if tx.now - looked_up >= _SPEED_SECONDS:
+        if (tx.now - looked_up) >= _SPEED_SECONDS:
             speed = speed_of(tx, model, self._lease_seconds, self._policy.declared.get(model))
             self._speeds[model] = speed, tx.now
         return self._policy._replace(tokens_per_second=speed)
@@ -191,9 +191,10 @@ class Chunks:
         if batch.outcome is not None:
             state = _STOPPED_STATE.get(batch.outcome, ChunkState.CANCELLED)
         ref = LeaseRef(row.batch_id, row.chunk, row.token)
-        _, _, given, _, made = part_sums(rows.parts(row.parts))
+        _, without_answer, given, _, made = part_sums(rows.parts(row.parts))
         # Who could have failed attempts for nothing would be the least served for as long as all of his fail.
-        charged = row.charged if failed or row.charged is None else float(given + made)
+        is_kept = failed or row.charged is None
+        charged = row.charged if is_kept else counters.used(row, without_answer, given + made)
         tx.connection.execute(
             _at(ref).values(state=state, failures=failures, expires_at=None, last_error=reason[:2000], charged=charged)
         )

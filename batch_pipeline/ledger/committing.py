@@ -113,7 +113,8 @@ def _commit(tx: Transaction, new: Mapping[LeaseRef, Any], results: Mapping[Lease
     for ref, row in new.items():
         lane = (ref.batch_id, str(row.model))
         sums.setdefault(lane, Counter()).update(_change(row, results[ref]))
-        more = counters.correction(row, results[ref].input_tokens + results[ref].output_tokens)
+        result = results[ref]
+        more = counters.correction(row, counters.used(row, result.failed, result.input_tokens + result.output_tokens))
         more_tokens[lane] = more_tokens.get(lane, 0.0) + more
     moved = move_lanes_and_look(tx, [LaneChange(*lane, sums[lane]) for lane in sorted(sums)])
     by_customer: dict[tuple[str, str], float] = {}

@@ -1,7 +1,7 @@
 """The counters of the fair queue, set right: a lease charges a customer what its chunk is expected to use, and the end
 of the lease makes that what the chunk has used.
 
-    lease ──charge as expected──> leased ──commit, release──> charged as used
+    lease ──charge as expected──> leased ──commit, release──> charged as used, failed requests as expected
                                     └──expiry, failure──> charged as expected, until a later attempt is committed
 
 The charge stands in the chunk's row, and is corrected in the transaction that changes the chunk's state: so it is
@@ -46,6 +46,17 @@ def reweigh(tx: Transaction, customer: str, before: float, after: float) -> None
     if before != after:
         tx.connection.execute(_LOCK_CHARGED, {"of_customer": customer})
         tx.connection.execute(_REWEIGH, {"of_customer": customer, "by": after / before})
+
+
+def used(chunk: Any, failed: int, tokens: int) -> float:
+    """Return what a chunk's row is to be charged: the tokens that its requests have used, of which `failed` have no
+    answer, and for these their share of what it was charged.
+
+    An engine tells no tokens of a request that it refuses or does not answer in time. Were they for nothing, a customer
+    whose requests all fail would be the least served for as long as they do, and no other would have a turn.
+    """
+    charged, requests = float(chunk.charged or 0.0), int(chunk.requests)
+    return tokens + charged * min(failed / requests, 1.0)
 
 
 def correction(chunk: Any, used_tokens: float) -> float:

@@ -57,17 +57,17 @@ def end(
 
 
 def _remember_usage(tx: Transaction, batch: Any) -> None:
-    """Add what the batch's requests have really used to what is known of its customer and each model."""
-    sums = (lanes.c.model, lanes.c.requests, lanes.c.tokens, lanes.c.completed + lanes.c.failed)
+    """Add what the batch's answered requests have really used to what is known of its customer and each model."""
+    sums = (lanes.c.model, lanes.c.requests, lanes.c.tokens, lanes.c.completed)
     query = sa.select(*sums, lanes.c.input_tokens + lanes.c.output_tokens).where(lanes.c.batch_id == batch.batch_id)
-    for model, requests, tokens, done, used in tx.connection.execute(query.order_by(lanes.c.model)).all():
-        if not (tokens and requests and done and used):
+    for model, requests, tokens, answered, used in tx.connection.execute(query.order_by(lanes.c.model)).all():
+        if not (tokens and requests and answered and used):
             continue
         one = (service.c.model == model) & (service.c.customer == batch.customer)
         row = tx.connection.execute(sa.select(service).where(one).with_for_update()).one_or_none()
         if row is not None:
             history = Used(estimated=row.estimated_tokens, real=row.real_tokens)
-            known = remembered(history, Used(estimated=tokens * done / requests, real=used))
+            known = remembered(history, Used(estimated=tokens * answered / requests, real=used))
             changed = {"estimated_tokens": known.estimated, "real_tokens": known.real}
             tx.connection.execute(service.update().where(one).values(**changed))
 

@@ -231,7 +231,7 @@ def usage_ratio_in(row: Any) -> float:
     """Return how many tokens a batch's requests will use for each estimated one, by its lane and its history."""
     finished = Used()
     if row.tokens and row.requests:
-        finished = Used(estimated=row.tokens * row.done / row.requests, real=float(row.used))
+        finished = Used(estimated=row.tokens * row.answered / row.requests, real=float(row.used))
     return usage_ratio(finished, Used(estimated=row.estimated_before, real=row.used_before))
 
 

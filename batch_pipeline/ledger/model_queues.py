@@ -34,6 +34,7 @@ _QUEUED = (
         lanes.c.requests,
         lanes.c.tokens,
         (lanes.c.completed + lanes.c.failed).label("done"),
+        lanes.c.completed.label("answered"),
         (lanes.c.input_tokens + lanes.c.output_tokens).label("used"),
         customers.c.weight,
         sa.func.coalesce(service.c.tokens, 0.0).label("served"),

@@ -38,8 +38,9 @@ def _over(number: sa.ColumnElement[Any], by: sa.ColumnElement[Any]) -> sa.Column
 
 # As `leasing` and `estimates.usage_ratio` have it.
 _HAS_SIZE = (lanes.c.tokens > sa.literal_column("0")) & (lanes.c.requests > sa.literal_column("0"))
-_DONE = lanes.c.completed + lanes.c.failed
-_ESTIMATED = sa.case((_HAS_SIZE, _over(lanes.c.tokens * _DONE, lanes.c.requests)), else_=_NOTHING)
+# Of requests without an answer an engine tells no tokens: they show nothing of what answers take.
+_ANSWERED = lanes.c.completed
+_ESTIMATED = sa.case((_HAS_SIZE, _over(lanes.c.tokens * _ANSWERED, lanes.c.requests)), else_=_NOTHING)
 _REAL = sa.case((_HAS_SIZE, sa.cast(lanes.c.input_tokens + lanes.c.output_tokens, sa.Double)), else_=_NOTHING)
 _BEFORE = sa.case(
     (service.c.estimated_tokens > _NOTHING, _over(service.c.real_tokens, service.c.estimated_tokens)),
@@ -62,7 +63,7 @@ _COLUMNS = (
     lanes.c.pending_tokens,
     lanes.c.requests,
     lanes.c.tokens,
-    _DONE.label("done"),
+    _ANSWERED.label("answered"),
     (lanes.c.input_tokens + lanes.c.output_tokens).label("used"),
     customers.c.weight,
     service.c.tokens.label("served"),

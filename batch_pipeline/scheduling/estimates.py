@@ -16,7 +16,7 @@ PRIOR_TOKENS = 200_000.0
 
 
 class Used(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens of finished requests: as they were estimated, and as the engine counted them."""
+    """Tokens of answered requests: as they were estimated, and as the engine counted them."""
 
     estimated: float = 0.0
     real: float = 0.0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 
@@ -26,6 +28,10 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     """Of those, the ones that serve given batches alone: for the others they do nothing."""
     pool_limit: int
     gpus_per_worker: int
+    served_at: float = -math.inf
+    """When it last had a ready worker that any batch may have, less than any time where that was long ago; of no
+    matter where it has one now.
+    """
 
     @property
     def shared(self) -> int:
@@ -41,41 +47,61 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def plan_workers(
-    backlogs: list[Backlog], capacities: list[Capacity], total_gpus: int, chunks_per_worker: int
+    backlogs: list[Backlog],
+    capacities: list[Capacity],
+    total_gpus: int,
+    chunks_per_worker: int,
+    leaving_gpus: int = 0,
 ) -> list[Launch]:
     """Return which workers to launch now.
 
     A model gets a worker, beside dedicated ones, for every `chunks_per_worker` pending chunks, up to its pool's limit,
-    and one at least where anything is pending. GPUs that are left go one by one: first to models without a worker, so
-    that none waits while another gets several, then to the model with the most pending tokens per worker (ties: the
-    nearest deadline). A GPU that a model cannot use is not held.
+    and one at least where anything is pending. GPUs that are left go one by one: first to models without a worker, the
+    one that has been without for longest before the others (`turn_of`), so that the model whose worker has left for
+    another does not get its GPU back; then to the model with the most pending tokens per worker (ties: the nearest
+    deadline). A GPU that a model cannot use is not held; but free ones are kept for a model without a worker that needs
+    several, where those that it lacks are among `leaving_gpus`: of workers that were asked to leave.
     """
     by_model = {capacity.model: capacity for capacity in capacities}
     workers = {capacity.model: capacity.shared for capacity in capacities}
     free = total_gpus - sum(capacity.workers * capacity.gpus_per_worker for capacity in capacities)
     launched: dict[str, int] = {}
+    kept_for: set[str] = set()
+
+    def has_room(backlog: Backlog) -> bool:
+        room = free + (leaving_gpus if workers[backlog.model] == 0 else 0)
+        return backlog.model not in kept_for and by_model[backlog.model].gpus_per_worker <= room
+
+    known = [backlog for backlog in backlogs if backlog.model in by_model]
     while True:
         candidates = [
             backlog
-            for backlog in backlogs
-            if backlog.model in by_model
-            and workers[backlog.model] < wanted_workers(backlog, by_model[backlog.model], chunks_per_worker)
-            and by_model[backlog.model].gpus_per_worker <= free
+            for backlog in known
+            if workers[backlog.model] < wanted_workers(backlog, by_model[backlog.model], chunks_per_worker)
+            and has_room(backlog)
         ]
         if not candidates:
             return [Launch(model=model, workers=count) for model, count in launched.items()]
-        neediest = max(
-            candidates,
-            key=lambda backlog: (
-                workers[backlog.model] == 0,
-                backlog.pending_tokens / (workers[backlog.model] + 1),
-                -backlog.first_deadline_at,
-                backlog.model,
-            ),
-        )
-        workers[neediest.model] += 1
-        launched[neediest.model] = launched.get(neediest.model, 0) + 1
-        free -= by_model[neediest.model].gpus_per_worker
+        first = min(candidates, key=lambda backlog: turn_of(backlog, by_model[backlog.model], workers[backlog.model]))
+        needed = by_model[first.model].gpus_per_worker
+        if needed > free:
+            kept_for.add(first.model)
+            leaving_gpus -= needed - max(free, 0)
+            free = min(free, 0)
+            continue
+        workers[first.model] += 1
+        launched[first.model] = launched.get(first.model, 0) + 1
+        free -= needed
+
+
+def turn_of(backlog: Backlog, capacity: Capacity, workers: int) -> tuple[bool, float, float, float, str]:
+    """Return what orders models for the next free GPU, the first one least; `workers` are those that all batches share.
+
+    A model without any goes before one with some, and of those without the one that has been so for longest; then the
+    most pending tokens for each worker, and the nearest deadline.
+    """
+    since = capacity.served_at if workers == 0 else 0.0
+    return (workers > 0, since, -backlog.pending_tokens / (workers + 1), backlog.first_deadline_at, backlog.model)
 
 
 def wanted_workers(backlog: Backlog, capacity: Capacity, chunks_per_worker: int) -> int:

@@ -2,7 +2,8 @@
 
 A worker asked to leave hands its unfinished work back, so nothing is lost but the time: the other model's loading, and
 this one's when it comes back. So a model without a worker gets a GPU of another's when that has had its turn: for a
-multiple of the loading time. Two models that always have work then take turns, and loading costs a bounded share.
+multiple of the longer of the two loading times. Two models that always have work then take turns, and loading costs a
+bounded share.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from batch_pipeline.scheduling.placement import Backlog, Capacity, wanted_workers
+from batch_pipeline.scheduling.placement import Backlog, Capacity, turn_of, wanted_workers
 
 WORTH = 2.0
 """A model that has workers already gets one of another's only where its work for each worker is so many times as much,
@@ -41,7 +42,11 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     chunks_per_worker: int
     """Of backlog, for which one more worker is wanted."""
     turn: float
-    """A worker keeps its GPU for so many times the other model's loading time."""
+    """A worker keeps its GPU for so many times the loading time of its own model or of the other, the longer one."""
+
+    def loading_of(self, model: str) -> float:
+        """Return what a start of a worker of the model takes, in seconds."""
+        return self.loading_seconds.get(model, self.default_loading_seconds)
 
 
 class Departure(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,11 +75,12 @@ def departures(cluster: Cluster, rules: Rules) -> list[Departure]:
     """
     plan = _Plan(cluster, rules)
     plan.give_to_live_traffic()
-    # Those without a worker first, as `plan_workers` will launch them.
+    known = [backlog for backlog in cluster.backlogs if backlog.model in plan.capacities]
+    # In the order in which `plan_workers` will launch them.
     for backlog in sorted(
-        cluster.backlogs, key=lambda made: (plan.workers.get(made.model, 0) > 0, -made.pending_tokens)
+        known, key=lambda made: turn_of(made, plan.capacities[made.model], max(plan.workers[made.model], 0))
     ):
-        if backlog.model in plan.capacities and plan.workers[backlog.model] < plan.wanted(backlog):
+        if plan.workers[backlog.model] < plan.wanted(backlog):
             plan.give_to(backlog)
     return plan.asked
 
@@ -133,7 +139,7 @@ class _Plan:
 
     def _givers(self, backlog: Backlog) -> Iterator[Holder]:
         """Yield the workers that may give their GPUs to a model, those that lose least by it first."""
-        loading = self._rules.loading_seconds.get(backlog.model, self._rules.default_loading_seconds)
+        loading = self._rules.loading_of(backlog.model)
         is_served = self.workers[backlog.model] > 0
         after = backlog.pending_tokens / (self.workers[backlog.model] + 1)
         left = dict(self.workers)
@@ -142,7 +148,8 @@ class _Plan:
                 continue
             own = self._backlogs.get(holder.model)
             has_work = own is not None and own.pending > 0
-            if has_work and self._now - holder.ready_at < self._rules.turn * loading:
+            turn = self._rules.turn * max(loading, self._rules.loading_of(holder.model))
+            if has_work and self._now - holder.ready_at < turn:
                 continue
             left[holder.model] -= 1
             if is_served and own is not None and has_work:

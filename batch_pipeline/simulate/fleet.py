@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from enum import StrEnum
 
@@ -104,6 +105,8 @@ class Fleet:
         self._of_model: Counter[str] = Counter()
         self._before = {model: Gone() for model in workload.models}
         """Workers that are gone, by model."""
+        self._served_at: dict[str, float] = {}
+        """When the last ready worker of each model that all batches share has gone."""
 
     def available(self, at: float) -> int:
         """Return the GPUs that batches may hold: what live traffic and failures leave."""
@@ -132,6 +135,8 @@ class Fleet:
         del self.workers[worker.worker_id]
         if worker.speed:
             self._before[worker.model].add(now, worker.speed)
+        if worker.ready_at is not None and worker.dedicated_to is None:
+            self._served_at[worker.model] = now
         gpus = self._model(worker.model).gpus_per_worker
         self._of_model[worker.model] -= 1
         self.held -= gpus
@@ -185,9 +190,15 @@ class Fleet:
                 dedicated=dedicated[name],
                 pool_limit=model.pool_limit,
                 gpus_per_worker=model.gpus_per_worker,
+                served_at=self._served_at.get(name, -math.inf),
             )
             for name, model in self._workload.models.items()
         ]
+
+    def leaving_gpus(self) -> int:
+        """Return the GPUs of workers that were asked to leave."""
+        leaving = [worker for worker in self.workers.values() if worker.state is State.LEAVING]
+        return sum(self._model(worker.model).gpus_per_worker for worker in leaving)
 
     def given(self) -> Counter[str]:
         """Return how many workers each batch has for itself."""

@@ -16,11 +16,14 @@ from sqlalchemy.exc import OperationalError
 from batch_pipeline import settings as configuration
 from batch_pipeline.ledger import Ledger
 from batch_pipeline.ledger.records import BatchStatus, WorkerState
+from batch_pipeline.models import job_name
 from batch_pipeline.results.status import current_status
 from batch_pipeline.settings import CONFIG_VARIABLE
 from batch_pipeline.store import ObjectStore
 from tests.fakes.code_location import CodeLocation
-from tests.fakes.engine import RunningFake, running
+from tests.fakes.engine import MODEL, RunningFake, running
+from tests.fakes.ledger_values import submitted
+from tests.fakes.waiting import wait_until
 
 ASSETS = ("uploads", "request_chunks", "chunk_results", "batch_results")
 
@@ -275,6 +278,40 @@ def test_pools_have_the_limits_of_the_catalogue(location: CodeLocation) -> None:
     location.tick("gpu_workers")
     limits = {pool.name: pool.limit for pool in location.instance.event_log_storage.get_pool_limits()}
     assert limits["smollm2-135m"] == location.settings.models["smollm2-135m"].pool_limit
+
+
+@pytest.fixture
+def two_models(settings_file: Path, engine: RunningFake) -> None:
+    """Another model beside the usual one, and a single GPU for both."""
+    with settings_file.open("a", encoding="utf-8") as file:
+        file.write(f'\n[models.other]\nsource = "/none"\ncontext_length = 2048\nengine_url = "{engine.url}"\n')
+        file.write("[scheduling]\ntotal_gpus = 1\nturn = 1.0\nloading_seconds = 0.05\n")
+
+
+@pytest.mark.usefixtures("two_models")
+def test_a_gpu_that_a_worker_was_asked_to_leave_goes_to_the_model_that_waits_for_it(
+    location: CodeLocation, parts: tuple[Ledger, ObjectStore]
+) -> None:
+    ledger, _ = parts
+    submitted(ledger, "long", [MODEL] * 40, "acme")
+    submitted(ledger, "short", ["other"], "initech")
+    (first,) = location.tick("gpu_workers")
+    assert first.job_name == job_name(MODEL), "it has more to do, and neither was served before"
+    run = location.instance.create_run_for_job(
+        location.definitions.resolve_job_def(str(first.job_name)), status=dg.DagsterRunStatus.STARTED
+    )
+    ledger.workers.register("w", MODEL, run.run_id, "here")
+    ledger.workers.set_state("w", WorkerState.READY)
+
+    def is_asked() -> bool:
+        assert location.tick("gpu_workers") == []
+        return ledger.workers.of_runs([run.run_id])[run.run_id].leave
+
+    wait_until(is_asked, "it has had its turn")
+    ledger.workers.set_state("w", WorkerState.STOPPED)
+    location.instance.report_run_canceled(run)
+    (second,) = location.tick("gpu_workers")
+    assert second.job_name == job_name("other")
 
 
 @pytest.fixture

@@ -256,6 +256,33 @@ def test_what_is_handed_back_is_charged_what_its_checkpoints_have_used(ledger: L
     assert counter(ledger, "acme") == 270.0
 
 
+def refused(lease: Lease) -> ChunkResult:
+    """No request has an answer, and the engine has told no tokens of any."""
+    result = result_of(lease, failed=lease.requests)
+    return msgspec.structs.replace(result, input_tokens=0, cached_tokens=0, output_tokens=0)
+
+
+def test_a_customer_whose_requests_all_fail_starves_nobody(ledger: Ledger) -> None:
+    """Neither where they are committed, nor where they are handed back again and again."""
+    submitted(ledger, "bad", [MODEL] * 40, "acme")
+    submitted(ledger, "good", [MODEL] * 40, "bolt")
+    got: Counter[str] = Counter()
+    for turn in range(30):
+        (lease,) = ledger.chunks.lease("w", MODEL, 1)
+        got[lease.customer] += 1
+        if lease.customer == "bolt":
+            ledger.chunks.commit(lease.ref, result_of(lease))
+        elif turn % 2:
+            ledger.chunks.commit(lease.ref, refused(lease))
+        else:
+            part = msgspec.structs.replace(
+                part_of(lease, 1, completed=0, failed=lease.requests), input_tokens=0, cached_tokens=0, output_tokens=0
+            )
+            ledger.chunks.checkpoint(lease.ref, part)
+            ledger.chunks.release(lease.ref, "drained")
+    assert min(got.values()) >= 10, got
+
+
 def test_a_failed_attempt_stays_charged_until_the_chunk_is_committed(ledger: Ledger) -> None:
     """Otherwise a customer whose chunks kill their workers would be the least served for ever."""
     submitted(ledger, "a", [MODEL] * 2, "acme")

@@ -20,7 +20,7 @@ from resources.launcher import PodLauncher
 from resources.pod_end import PodEnd
 from resources.run_process import ENDED_TAG, PREEMPTED, run_process
 from sensors import starts
-from tests.fakes.kubernetes import Image, Node, running
+from tests.fakes.kubernetes import Cluster, Image, Node, running
 from tests.fakes.waiting import wait_until
 
 NAMESPACE = "default"
@@ -84,8 +84,9 @@ def test_a_signal_that_came_before_dagster_looked_is_not_forgotten(instance: dg.
 class Starting:
     """Runs that have been launched on a small cluster and have not begun."""
 
-    def __init__(self, instance: dg.DagsterInstance, launcher: PodLauncher, kubeconfig: Path) -> None:
-        client = kubernetes.config.new_client_from_config(str(kubeconfig))
+    def __init__(self, instance: dg.DagsterInstance, launcher: PodLauncher, cluster: Cluster) -> None:
+        client = kubernetes.config.new_client_from_config(str(cluster.kubeconfig))
+        self.cluster = cluster
         self.jobs = kubernetes.client.BatchV1Api(client)
         self.core = kubernetes.client.CoreV1Api(client)
         self.instance = instance
@@ -96,7 +97,8 @@ class Starting:
         run = self.launch_without_job()
         command = ["python", "-c", f"import time; time.sleep({seconds}); raise SystemExit({exit_code})"]
         container = {"name": "dagster", "image": "python", "command": command}
-        spec = {"backoffLimit": 0, "template": {"spec": {"restartPolicy": "Never", "containers": [container]}}}
+        pod = {"restartPolicy": "Never", "terminationGracePeriodSeconds": 1, "containers": [container]}
+        spec = {"backoffLimit": 0, "podReplacementPolicy": "Failed", "template": {"spec": pod}}
         metadata = {"name": get_job_name_from_run_id(run.run_id)}
         job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec}
         self.jobs.create_namespaced_job(NAMESPACE, job)
@@ -135,7 +137,7 @@ def starting(tmp_path: Path) -> Iterator[Starting]:
         with dg.DagsterInstance.local_temp(str(tmp_path), overrides={"run_launcher": module}) as dagster:
             launcher = dagster.run_launcher
             assert isinstance(launcher, PodLauncher)
-            yield Starting(dagster, launcher, cluster.kubeconfig)
+            yield Starting(dagster, launcher, cluster)
 
 
 def test_a_run_whose_pod_is_taken_before_it_begins_is_preempted(starting: Starting) -> None:
@@ -167,19 +169,44 @@ def test_a_run_without_a_job_is_given_the_time_to_get_one(starting: Starting) ->
     assert starting.status(run) == (dg.DagsterRunStatus.CANCELED, PREEMPTED)
 
 
-def test_a_run_is_not_lost_while_kubernetes_cannot_be_asked(starting: Starting) -> None:
+def began(starting: Starting) -> dg.DagsterRun:
+    """Return a run that has begun, and whose pod lives."""
     run = starting.launch(seconds=600.0)
     starting.instance.report_dagster_event(
         dg.DagsterEvent(dg.DagsterEventType.RUN_START.value, run.job_name), run_id=run.run_id
     )
-    began = starting.instance.get_run_by_id(run.run_id)
-    assert began is not None
-    assert starting.launcher.check_run_worker_health(began).status is WorkerStatus.RUNNING
+    found = starting.instance.get_run_by_id(run.run_id)
+    assert found is not None
+    assert starting.launcher.check_run_worker_health(found).status is WorkerStatus.RUNNING
+    return found
+
+
+def test_a_run_is_not_lost_while_kubernetes_cannot_be_asked(starting: Starting) -> None:
+    run = began(starting)
     reached = starting.launcher._api_client.batch_api.api_client.configuration
     address = reached.host
     reached.host = "http://127.0.0.1:1"
-    health = starting.launcher.check_run_worker_health(began)
+    health = starting.launcher.check_run_worker_health(run)
     assert (health.status, "cannot be asked" in str(health.msg)) == (WorkerStatus.RUNNING, True)
     reached.host = address
     starting.jobs.delete_namespaced_job(get_job_name_from_run_id(run.run_id), NAMESPACE)
-    assert starting.launcher.check_run_worker_health(began).status is WorkerStatus.UNKNOWN, "which fails the run"
+    assert starting.launcher.check_run_worker_health(run).status is WorkerStatus.UNKNOWN, "which fails the run"
+
+
+def test_a_run_whose_node_is_gone_keeps_no_place(starting: Starting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it runs: while the node is away Kubernetes shows its pod as ending, and its Job as not ended."""
+    run = began(starting)
+    job = get_job_name_from_run_id(run.run_id)
+
+    def pod() -> Any:
+        return starting.core.list_namespaced_pod(NAMESPACE, label_selector=f"job-name={job}").items[0]
+
+    wait_until(lambda: pod().status.phase == "Running", "the pod runs")
+    starting.cluster.lose_node_of(pod().metadata.name)
+    wait_until(lambda: pod().metadata.deletion_timestamp is not None, "Kubernetes gives the node up")
+    assert starting.launcher.check_run_worker_health(run).status is WorkerStatus.RUNNING, "it may still end by itself"
+    monkeypatch.setattr("resources.launcher.OVERDUE_SECONDS", 0.5)
+    wait_until(
+        lambda: starting.launcher.check_run_worker_health(run).status is WorkerStatus.FAILED, "the run is given up"
+    )
+    assert starting.jobs.read_namespaced_job_status(job, NAMESPACE).status.failed is None

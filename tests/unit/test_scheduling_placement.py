@@ -114,3 +114,26 @@ def test_a_model_of_several_gpus_does_not_hold_those_it_cannot_use() -> None:
     capacities = [capacity("large", gpus=4), capacity("small")]
     launches = plan_workers([backlog("large", 9), backlog("small", 1)], capacities, 3, 4)
     assert launches == [Launch(model="small", workers=1)]
+
+
+def test_of_models_without_a_worker_the_one_that_was_served_longest_ago_goes_first() -> None:
+    """Else the model whose worker has just left for another would get its GPU back, as it has more to do."""
+    work = [backlog("big", 100, 10**8), backlog("tiny", 1, 1000), backlog("new", 1, 1)]
+    room = [
+        Capacity(model="big", workers=0, pool_limit=8, gpus_per_worker=1, served_at=500.0),
+        Capacity(model="tiny", workers=0, pool_limit=8, gpus_per_worker=1, served_at=100.0),
+        capacity("new"),
+    ]
+    assert plan_workers(work, room, 1, 4) == [Launch(model="new", workers=1)]
+    assert plan_workers(work[:2], room, 1, 4) == [Launch(model="tiny", workers=1)]
+
+
+def test_free_gpus_are_kept_for_a_model_of_several_while_workers_leave_for_it() -> None:
+    work = [backlog("small", 100, 10**9), backlog("large", 100)]
+    room = [capacity("small", workers=1), capacity("large", gpus=2)]
+    assert plan_workers(work, room, 2, 4, leaving_gpus=1) == []
+    assert plan_workers(work, room, 3, 4, leaving_gpus=1) == [Launch(model="large", workers=1)]
+    assert plan_workers(work, room, 2, 4) == [Launch(model="small", workers=1)], "nobody leaves for it"
+    gone = [capacity("small"), capacity("large", gpus=2)]
+    served = [Capacity(model="small", workers=0, pool_limit=8, gpus_per_worker=1, served_at=5.0), gone[1]]
+    assert plan_workers(work, served, 2, 4) == [Launch(model="large", workers=1)]

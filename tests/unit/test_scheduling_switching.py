@@ -145,6 +145,42 @@ def test_after_the_departures_the_launches_fit_and_asking_again_asks_nobody_more
     assert len(left) + sum(launch.workers for launch in launched) <= max(gpus, len(left))
 
 
+@given(worlds)
+def test_who_others_were_asked_to_leave_for_gets_their_gpus(
+    world: tuple[list[Backlog], list[tuple[str, float, bool]], int],
+) -> None:
+    work, running, gpus = world
+    workers = [holder(f"w{n}", model, age, own=own) for n, (model, age, own) in enumerate(running)]
+
+    def room(those: list[Holder]) -> list[Capacity]:
+        return [
+            Capacity(
+                model=model,
+                workers=sum(made.model == model for made in those),
+                dedicated=sum(made.model == model and made.is_dedicated for made in those),
+                pool_limit=8,
+                gpus_per_worker=1,
+                # Whoever had a worker has it, or had it a moment ago.
+                served_at=NOW if any(made.model == model and not made.is_dedicated for made in workers) else 0.0,
+            )
+            for model in ("a", "b", "c")
+        ]
+
+    asked = ask(work, room(workers), workers, gpus)
+    left = [made for made in workers if made.worker_id not in names(asked)]
+    wanted = {departure.reason.partition(" waits")[0] for departure in asked} & {"a", "b", "c"}
+    launched = {launch.model for launch in plan_workers(work, room(left), gpus, RULES.chunks_per_worker)}
+    assert wanted <= launched
+
+
+def test_the_turn_of_a_worker_that_took_long_to_load_is_longer() -> None:
+    """What it costs to have it back counts as well as what the other's start takes."""
+    slow = Rules(loading_seconds={"a": 600.0, "b": 10.0}, default_loading_seconds=100.0, chunks_per_worker=4, turn=10.0)
+    room = [capacity("a", 1), capacity("b", 0)]
+    assert ask([backlog("a", 100), backlog("b", 1)], room, [holder("w", "a", 5999.0)], 1, slow) == []
+    assert names(ask([backlog("a", 100), backlog("b", 1)], room, [holder("w", "a", 6000.0)], 1, slow)) == ["w"]
+
+
 def test_a_worker_whose_run_has_just_ended_may_still_be_heard_of() -> None:
     """Its run is not counted any more; the plan must not count below nothing."""
     room = [capacity("a", 0), capacity("b", 0)]

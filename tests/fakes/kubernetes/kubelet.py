@@ -66,7 +66,7 @@ class Kubelet:
         if "deletionTimestamp" in pod["metadata"]:
             return
         grace = float(pod["spec"].get("terminationGracePeriodSeconds", 30)) if grace_seconds is None else grace_seconds
-        pod["metadata"] |= {"deletionTimestamp": now(), "deletionGracePeriodSeconds": int(grace)}
+        pod["metadata"] |= {"deletionTimestamp": now(grace), "deletionGracePeriodSeconds": int(grace)}
         self._objects.changed("pods", pod)
         if self.nodes[pod["spec"]["nodeName"]].is_there:
             task = asyncio.get_running_loop().create_task(self._end(life, grace))

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import uuid
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 Object = dict[str, Any]
@@ -30,9 +30,9 @@ class ApiError(Exception):
         self.reason = reason
 
 
-def now() -> str:
-    """Return the time as Kubernetes writes it."""
-    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+def now(in_seconds: float = 0.0) -> str:
+    """Return the time, or one to come, as Kubernetes writes it."""
+    return (datetime.now(UTC) + timedelta(seconds=in_seconds)).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
 class Objects:
