@@ -53,7 +53,9 @@ class Kubernetes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     grace_seconds: int = 60
     """Time between SIGTERM and SIGKILL, for the worker and then the engine together."""
     start_seconds: int = 1800
-    """How long node, images and weights may take. Dagster's `start_timeout_seconds` should say the same."""
+    """How long node, images and weights may take. Dagster's `start_timeout_seconds` must be more: the
+    sensor ends the Job with the run, Dagster leaves it.
+    """
     memory: str = "16Gi"
     """Of the engine, `shared_memory` included."""
     cpu: str = "4"

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-import msgspec
 from rich.console import Console
 from rich.table import Table
 
@@ -63,13 +62,13 @@ def simulate(
     unknown = [name for name in names if name not in simulation.POLICIES]
     if unknown:
         raise click.UsageError(f"--policy: no {unknown[0]!r}; there are {', '.join(simulation.POLICIES)}")
-    read = _read(workload, seed)
+    read = _read(workload, seed, gpus)
     if html is not None and not html.parent.is_dir():
         raise click.UsageError(f"--html: there is no folder {html.parent}")
     reports = []
     for name in names:
         app.error_console.print(f"simulating {read.name} under {name} ({simulation.POLICIES[name].meaning}) ...")
-        reports.append(simulation.simulate(read, simulation.POLICIES[name], gpus=gpus))
+        reports.append(simulation.simulate(read, simulation.POLICIES[name]))
     if html is not None:
         html.write_text(page(reports), encoding="utf-8")
     if as_json:
@@ -120,15 +119,14 @@ def plan(app: App, *, workload: Path, target: float, confirm: bool, seed: int | 
     return 1 if confirm and found.gpus is None else 0
 
 
-def _read(file: Path, seed: int | None) -> Workload:
+def _read(file: Path, seed: int | None, gpus: int | None = None) -> Workload:
     from batch_pipeline.simulate import load
 
     try:
-        workload = load(file)
+        return load(file, seed=seed, gpus=gpus)
     except SettingsError as error:
         # Not the service's configuration, but what was handed in.
         raise CustomerError(codes.INVALID_OPTION, str(error)) from error
-    return workload if seed is None else msgspec.structs.replace(workload, seed=seed)
 
 
 def _show_policies(console: Console, reports: list[Report]) -> None:

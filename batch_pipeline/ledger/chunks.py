@@ -89,7 +89,7 @@ class Chunks:
 
     def _policy_of(self, tx: Transaction, model: str) -> Policy:
         speed, looked_up = self._speeds.get(model, (0.0, -_SPEED_SECONDS))
-        if (tx.now - looked_up) >= _SPEED_SECONDS:
+        if abs(tx.now - looked_up) >= _SPEED_SECONDS:
             speed = speed_of(tx, model, self._lease_seconds, self._policy.declared.get(model))
             self._speeds[model] = speed, tx.now
         return self._policy._replace(tokens_per_second=speed)

@@ -11,6 +11,7 @@ from statistics import fmean, median
 from batch_pipeline.ledger import Ledger
 from batch_pipeline.ledger.model_queues import ModelQueue
 from batch_pipeline.ledger.records import Worker, WorkerState
+from batch_pipeline.live import live_gpus
 from batch_pipeline.scheduling.dedicated import LateBatch
 from batch_pipeline.scheduling.finish import QueuedBatch, estimated_finishes
 from batch_pipeline.scheduling.order import Conditions
@@ -78,7 +79,7 @@ def _forecast(queue: ModelQueue, settings: Settings) -> Forecast:
         )
         share = scheduling.at_risk_share
         finishes = estimated_finishes(queue.queued, queue.shares, supply, conditions, share)
-    most = fleet.most_speed
+    most, because = fleet.most_speed, _no_worker_because(queue.model, settings)
     demands = {
         batch.waiting.batch_id: Demand(
             model=queue.model,
@@ -87,6 +88,7 @@ def _forecast(queue: ModelQueue, settings: Settings) -> Forecast:
             now=queue.now,
             most_workers=max(fleet.most_workers, len(own)),
             most_tokens_per_second=most,
+            no_worker_because=because,
             loading_seconds=0.0 if fleet.speeds else fleet.loading_seconds,
         )
         for batch in queue.queued
@@ -147,7 +149,9 @@ def _fleet(queue: ModelQueue, shared: Sequence[Worker], there: Sequence[Worker],
             pool_limit=model.pool_limit,
             gpus_per_worker=gpus,
         )
-        free = max(settings.scheduling.total_gpus - held, 0)
+        # What a Prometheus query gives to live traffic only the sensor knows; its schedule everybody does.
+        scheduled = live_gpus(settings.live.schedule, queue.now)
+        free = max(settings.scheduling.total_gpus - scheduled - held, 0)
         launches = to_launch(_backlog(queue, bool(staying)), capacity, free, settings.scheduling.chunks_per_worker)
     declared = None if model is None else model.tokens_per_second
     return Fleet(
@@ -155,10 +159,21 @@ def _fleet(queue: ModelQueue, shared: Sequence[Worker], there: Sequence[Worker],
         speeds=[worker.tokens_per_second for worker in staying if worker.state == WorkerState.READY],
         loading_since=[worker.started_at for worker in staying if worker.state == WorkerState.STARTING],
         to_launch=launches,
-        most_workers=most_workers,
+        # Those that are there count, whatever the catalogue says by now: they go on.
+        most_workers=max(most_workers, len(staying)),
         known_speed=fmean(measured) if measured else declared,
         loading_seconds=median(starts) if starts else settings.scheduling.loading_seconds,
     )
+
+
+def _no_worker_because(model: str, settings: Settings) -> str | None:
+    """Return why there can be no worker of a model, as a phrase; None where there can."""
+    known, total = settings.models.get(model), settings.scheduling.total_gpus
+    if known is None:
+        return f"the service's catalogue has no model {model} (any more)"
+    if known.kubernetes.gpus > total:
+        return f"each needs {known.kubernetes.gpus} GPUs, and the service has {total} (scheduling.total_gpus)"
+    return None
 
 
 def _backlog(queue: ModelQueue, has_workers: bool) -> Backlog:

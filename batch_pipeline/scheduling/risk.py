@@ -48,8 +48,11 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
     deadline_at: float
     now: float
     most_workers: int
+    """That the catalogue and the GPUs allow, and not less than there are; 0 where no worker can be."""
     most_tokens_per_second: float | None
     """Of so many workers; None where no speed is known."""
+    no_worker_because: str | None = None
+    """Why the catalogue and the GPUs allow none, as a phrase; None where they allow one, or nobody knows why."""
     loading_seconds: float
     """Until the first of them can begin; 0 where one is ready."""
 
@@ -66,10 +69,15 @@ class Outlook(msgspec.Struct, frozen=True, kw_only=True):
 def shortfall(demand: Demand) -> str | None:
     """Return why a batch cannot be done by its deadline, with the arithmetic, as a phrase; None where it can be.
 
-    With all workers of the model for itself. It may take a tenth longer before this is said (`order.SLIP`).
+    With all workers of the model for itself. It may take a tenth longer before this is said (`order.SLIP`). Where no
+    worker can be, no speed has to be known for it.
     """
     speed, there_are = demand.most_tokens_per_second, demand.deadline_at - demand.now
+    if demand.most_workers == 0:
+        because = "" if demand.no_worker_because is None else f": {demand.no_worker_because}"
+        return f"it cannot be done by its deadline, since no worker of {demand.model} can run{because}"
     if not speed:
+        # Nobody knows it, or the workers that there are leave, or serve given batches: until then they may do it.
         return None
     takes = demand.tokens / speed
     if demand.loading_seconds + takes * (1 - SLIP) <= there_are:

@@ -132,7 +132,9 @@ class Live(_Section, frozen=True):
     prometheus_url: str = ""
     """A Prometheus server that is asked at each look as well; the larger of the two counts."""
     prometheus_query: str = ""
-    """Gives a number of GPUs, for instance ceil(sum(vllm:num_requests_running{traffic="live"}) / 40)."""
+    """Gives a number of GPUs, for instance ceil(sum(vllm:num_requests_running{traffic="live"}) / 40). One that gives no
+    sample is not answered: write `... or vector(0)` where that means none.
+    """
     keep_seconds: float = 600.0
     """How long the last answer stands in for a missing one."""
     gpus_when_unknown: int = 0

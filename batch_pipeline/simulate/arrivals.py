@@ -97,8 +97,7 @@ def draw(workload: Workload) -> list[SimulatedBatch]:
     """Return all batches in the order of their arrival. Of one customer they do not depend on the others."""
     batches: list[SimulatedBatch] = []
     for kind, customers in enumerate(workload.customers):
-        for number in range(customers.count):
-            name = customers.name if customers.count == 1 else f"{customers.name}-{number + 1}"
+        for number, name in enumerate(customers.names):
             generator = np.random.default_rng([workload.seed, kind, number])
             batches += _of_customer(workload, customers, name, generator)
     return sorted(batches, key=lambda batch: (batch.created_at, batch.batch_id))
@@ -106,11 +105,7 @@ def draw(workload: Workload) -> list[SimulatedBatch]:
 
 def weights_of(workload: Workload) -> dict[str, float]:
     """Return the weight of each customer by its name."""
-    return {
-        customers.name if customers.count == 1 else f"{customers.name}-{number + 1}": customers.weight
-        for customers in workload.customers
-        for number in range(customers.count)
-    }
+    return {name: customers.weight for customers in workload.customers for name in customers.names}
 
 
 def _of_customer(

@@ -50,6 +50,8 @@ class PaperQueue:
         queue: Queue,
         speed_seconds: float,
         ready_speed: Callable[[float], float],
+        *,
+        has_habits: bool = True,
     ) -> None:
         self.model = model
         self.queue = queue
@@ -64,6 +66,8 @@ class PaperQueue:
         self._history: dict[str, Used] = {}
         self._speed_seconds = speed_seconds
         self._ready_speed = ready_speed
+        self._has_habits = has_habits
+        """Whether estimates learn what answers really take (they always do in the service)."""
         self._looked_up = -speed_seconds
 
     def arrive(self, batch: SimulatedBatch, now: float) -> None:
@@ -231,6 +235,8 @@ class PaperQueue:
             self._changed(other)
 
     def _ratio(self, batch: SimulatedBatch) -> float:
+        if not self._has_habits:
+            return 1.0
         finished = Used(estimated=batch.done * batch.estimated_each, real=batch.used)
         return usage_ratio(finished, self._history.get(batch.customer, Used()))
 

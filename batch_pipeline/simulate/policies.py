@@ -27,6 +27,10 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     meaning: str
     order: Order = Order.FAIR
     helps_at_risk: bool = True
+    has_slack: bool = True
+    """Whether slack orders the batches of a customer; else they go first come, first served."""
+    has_habits: bool = True
+    """Whether estimates learn what answers really take; else they stay at max_tokens."""
     has_weights: bool = True
     has_floor: bool = True
     has_corrections: bool = True
@@ -46,6 +50,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
             share=share,
             # As `Ledger.from_settings` has it.
             most_tokens=2.0 * intake.chunk_tokens if self.helps_at_risk else 0.0,
+            has_slack=self.has_slack,
             has_floor=self.has_floor,
             has_corrections=self.has_corrections,
         )
@@ -61,6 +66,8 @@ POLICIES = {
         Policy(name="edf", meaning="earliest deadline first", order=Order.DEADLINE),
         Policy(name="round-robin", meaning="a chunk of each customer in turn", order=Order.ROUND_ROBIN),
         Policy(name="no-at-risk", meaning="ours, batches at risk get no help", helps_at_risk=False),
+        Policy(name="no-slack", meaning="ours, first come, first served inside a customer", has_slack=False),
+        Policy(name="no-habits", meaning="ours, estimates do not learn what answers take", has_habits=False),
         Policy(name="no-weights", meaning="ours, all customers weigh the same", has_weights=False),
         Policy(name="no-floor", meaning="ours, whoever stays away saves up credit", has_floor=False),
         Policy(name="no-corrections", meaning="ours, charges stay as they were expected", has_corrections=False),

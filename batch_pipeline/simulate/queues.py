@@ -65,6 +65,8 @@ class Rules(NamedTuple):
     margin_seconds: float = 0.0
     share: float = 0.0
     most_tokens: float = 0.0
+    has_slack: bool = True
+    """Whether slack orders the batches of a customer (it always does in the service), or who came first."""
     has_floor: bool = True
     """Whether a customer that comes is lifted to those that wait (it always is in the service)."""
     has_corrections: bool = True
@@ -150,7 +152,8 @@ class FairQueue:
         self._take_out(batch.batch_id)
         starts_by, lost_at = latest_start(batch, self._speed), lost_from(batch, self._speed)
         is_lost = self._now > lost_at
-        rank = (-batch.priority, is_lost, starts_by, batch.created_at, batch.batch_id)
+        slack = (is_lost, starts_by) if self._rules.has_slack else (False, 0.0)
+        rank = (-batch.priority, *slack, batch.created_at, batch.batch_id)
         urgent = None if is_lost else (starts_by, batch.batch_id)
         self._places[batch.batch_id] = _Place(batch, rank, urgent)
         if batch.customer not in self._orders:

@@ -68,7 +68,13 @@ class _Simulation:
 
     def _queue(self, model: str, weights: dict[str, float]) -> PaperQueue:
         queue = self._policy.queue(weights, self._workload.scheduling, self._workload.intake)
-        return PaperQueue(model, queue, self._workload.speed_seconds, lambda now: self._fleet.ready_speed(model, now))
+        return PaperQueue(
+            model,
+            queue,
+            self._workload.speed_seconds,
+            lambda now: self._fleet.ready_speed(model, now),
+            has_habits=self._policy.has_habits,
+        )
 
     def run(self) -> Report:
         for batch in self._batches:
@@ -308,7 +314,8 @@ class _Simulation:
         backlogs = [backlog for queue in self._queues.values() if (backlog := queue.backlog()) is not None]
         capacities = self._fleet.capacities()
         scheduling = self._workload.scheduling
-        launches = plan_workers(backlogs, capacities, available, scheduling.chunks_per_worker)
+        leaving = self._fleet.leaving_gpus()
+        launches = plan_workers(backlogs, capacities, available, scheduling.chunks_per_worker, leaving)
         if self._fleet.held > available or len(capacities) > 1:
             cluster = Cluster(
                 backlogs=backlogs,

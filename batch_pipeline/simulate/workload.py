@@ -7,6 +7,7 @@ Times in the file are hours from the beginning; rates are for each worker. The s
 from __future__ import annotations
 
 import math
+import re
 import tomllib
 from collections import Counter
 from pathlib import Path
@@ -14,13 +15,18 @@ from pathlib import Path
 import msgspec
 
 from batch_pipeline.errors import SettingsError
-from batch_pipeline.settings import MAY_BE_NONE, MODEL_NAME, Intake, Scheduling, Worker
+from batch_pipeline.settings import MODEL_NAME, Intake, Scheduling, Settings, Worker
+from batch_pipeline.settings import check as check_settings
 from batch_pipeline.settings.tables import converted
 
 HOUR = 3600.0
 HOURS_A_DAY = 24
 MOST_BATCHES = 200_000
 """Batches of one simulation; a day is built for 10,000."""
+MOST_SIGMA = 5.0
+"""Of a Spread: one in a thousand is then five million times its median already."""
+_NUMBERED = re.compile(r"(.*)-([1-9][0-9]{0,17})", re.DOTALL)
+"""What one of several customers of a kind is called: as `Customers.names` has it."""
 
 
 class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -32,7 +38,7 @@ class Spread(_Table, frozen=True):
 
     median: float
     sigma: float = 0.0
-    """Standard deviation of the logarithm: 0 is always the median, 1 is 2.7 times up or down."""
+    """Standard deviation of the logarithm, at most MOST_SIGMA: 0 is always the median, 1 is 2.7 times up or down."""
     least: float = 1.0
     most: float = 20_000_000.0
 
@@ -76,6 +82,11 @@ class Customers(_Table, frozen=True):
     """Share of the prompt tokens that the engine finds in its prefix cache."""
     batches: list[ListedBatch] = []
     """Beside those that are drawn."""
+
+    @property
+    def names(self) -> list[str]:
+        """Return what each of them is called."""
+        return [self.name] if self.count == 1 else [f"{self.name}-{number + 1}" for number in range(self.count)]
 
 
 class SimulatedModel(_Table, frozen=True):
@@ -148,18 +159,25 @@ class Workload(_Table, frozen=True):
         return by_hour[int(at // HOUR) % len(by_hour)]
 
 
-def load(file: Path) -> Workload:
-    """Read a workload. Raises SettingsError, whose one line names the file, the field and the mend."""
+def load(file: Path, *, seed: int | None = None, gpus: int | None = None) -> Workload:
+    """Read a workload, with another seed and on so many GPUs where these are given.
+
+    Raises SettingsError, whose one line names the file, the field and the mend.
+    """
     try:
         raw = tomllib.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise SettingsError(f"{file}: no such file") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingsError(f"{file}: not valid TOML: {error}") from error
-    workload = converted(raw, Workload, str(file))
+    written = converted(raw, Workload, str(file))
+    workload = msgspec.structs.replace(
+        written, seed=written.seed if seed is None else seed, gpus=written.gpus if gpus is None else gpus
+    )
     problems = check(workload)
     if problems:
-        raise SettingsError(f"{file}: {'; '.join(problems)}")
+        where = f"{file}" if gpus is None else f"{file} with gpus = {gpus}"
+        raise SettingsError(f"{where}: {'; '.join(problems)}")
     return workload
 
 
@@ -169,30 +187,64 @@ def check(workload: Workload) -> list[str]:
         *_above_zero("", workload, "gpus", "hours", "step_seconds", "speed_seconds", "estimate_seconds"),
         *_not_negative("failures.", workload.failures),
     ]
+    if workload.seed < 0:
+        problems.append(f"seed must be 0 or more, not {workload.seed}")
     problems += [f"{field} is empty" for field in ("models", "customers") if not getattr(workload, field)]
+    problems += _check_gpus(workload)
+    for outage in workload.failures.outages:
+        problems += _above_zero("failures.outages.", outage, "hours", "gpus")
+        problems += _not_negative("failures.outages.", outage, "at_hours")
+    problems += _check_sections(workload)
+    for customers in workload.customers:
+        problems += _check_customers(customers, workload)
+    return problems + _check_names(workload.customers)
+
+
+def _check_gpus(workload: Workload) -> list[str]:
+    """Return what is wrong with the models, and with what live traffic leaves them."""
+    problems = []
+    by_hour, gpus = workload.live.gpus_by_hour, workload.gpus
+    least_live = min(by_hour, default=0)
+    if not by_hour or least_live < 0:
+        problems.append("live.gpus_by_hour must have figures of 0 or more")
+    elif least_live >= gpus > 0:
+        problems.append(f"live.gpus_by_hour takes all {gpus} gpus at every hour, so batches would never run")
     for name, model in workload.models.items():
         problems += _above_zero(f"models.{name}.", model, *model.__struct_fields__)
         if not MODEL_NAME.fullmatch(name):
             problems.append(f"models: {name!r} is no name of a model")
-        if model.gpus_per_worker > workload.gpus > 0:
-            problems.append(f"models.{name}.gpus_per_worker is more than gpus, so it could never run")
-    if not workload.live.gpus_by_hour or min(workload.live.gpus_by_hour) < 0:
-        problems.append("live.gpus_by_hour must have figures of 0 or more")
-    elif min(workload.live.gpus_by_hour) >= workload.gpus > 0:
-        problems.append(f"live.gpus_by_hour takes all {workload.gpus} gpus at every hour, so batches would never run")
+        where = f"models.{name}.gpus_per_worker is {model.gpus_per_worker}, more than"
+        if model.gpus_per_worker > gpus > 0:
+            problems.append(f"{where} gpus, which is {gpus}, so it could never run")
+        elif 0 < gpus - max(least_live, 0) < model.gpus_per_worker:
+            problems.append(f"{where} live.gpus_by_hour leaves of {gpus} gpus at any hour, so it could never run")
+    return problems
+
+
+def _check_sections(workload: Workload) -> list[str]:
+    """Return what the service would refuse in the sections of its configuration that a workload has."""
+    settings = Settings(intake=workload.intake, worker=workload.worker, scheduling=workload.scheduling)
+    problems = check_settings(settings)
     if workload.scheduling.total_gpus != Scheduling().total_gpus:
         problems.append("scheduling.total_gpus: say gpus, at the top of the file")
-    for outage in workload.failures.outages:
-        problems += _above_zero("failures.outages.", outage, "hours", "gpus")
-    for section in (workload.intake, workload.worker, workload.scheduling):
-        fields = [
-            name for name in section.__struct_fields__ if not (name in MAY_BE_NONE and getattr(section, name) == 0)
-        ]
-        problems += _above_zero(f"{type(section).__name__.lower()}.", section, *fields, numbers=True)
-    for customers in workload.customers:
-        problems += _check_customers(customers, workload)
-    names = Counter(customers.name for customers in workload.customers)
-    problems += [f"customers: {count} are called {name!r}; use count" for name, count in names.items() if count > 1]
+    return problems
+
+
+def _check_names(kinds: list[Customers]) -> list[str]:
+    """Return which customers could not be told apart."""
+    times = Counter(customers.name for customers in kinds)
+    problems = [f"customers: {count} are called {name!r}; use count" for name, count in times.items() if count > 1]
+    counts = {customers.name: customers.count for customers in kinds}
+    for customers in kinds:
+        numbered = _NUMBERED.fullmatch(customers.name)
+        if customers.count > 1 or numbered is None:
+            continue
+        kind, number = numbered[1], int(numbered[2])
+        count = counts.get(kind, 1)
+        if count > 1 and number <= count:
+            problems.append(
+                f"customers: {customers.name!r} is also the name of one of the {count} of {kind!r}; rename one of them"
+            )
     return problems
 
 
@@ -219,8 +271,10 @@ def _check_customers(customers: Customers, workload: Workload) -> list[str]:
     for field in ("requests", "prompt_tokens", "output_share"):
         spread: Spread = getattr(customers, field)
         problems += _above_zero(f"{where}{field}.", spread, "median", "least", "most")
-        if not (0 <= spread.sigma < math.inf and spread.least <= spread.most):
-            problems.append(f"{where}{field}: sigma must not be negative, and least not be more than most")
+        if not 0 <= spread.sigma <= MOST_SIGMA:
+            problems.append(f"{where}{field}.sigma must be from 0 to {MOST_SIGMA:g}, not {spread.sigma}")
+        if spread.least > spread.most:
+            problems.append(f"{where}{field}.least must not be more than most, and {spread.least} is")
     if not 0 <= customers.prefix_share < 1:
         problems.append(f"{where}prefix_share must be from 0 to below 1")
     drawn = customers.batches_per_day * customers.count * workload.hours / HOURS_A_DAY
@@ -239,20 +293,20 @@ def _check_shares(where: str, shares: list[float]) -> list[str]:
     return [f"{where} must have shares of 0 or more, not all 0"]
 
 
-def _above_zero(where: str, table: msgspec.Struct, *fields: str, numbers: bool = False) -> list[str]:
-    """Return which fields are not above 0; with `numbers` those that are no numbers are passed over."""
-    problems = []
-    for field in fields:
-        value = getattr(table, field)
-        if numbers and (isinstance(value, bool) or not isinstance(value, int | float)):
-            continue
-        if not 0 < value < math.inf:
-            problems.append(f"{where}{field} must be above 0, not {value}")
-    return problems
+def _above_zero(where: str, table: msgspec.Struct, *fields: str) -> list[str]:
+    """Return which fields are not above 0, or no finite numbers."""
+    values = {field: getattr(table, field) for field in fields}
+    return [
+        f"{where}{field} must be above 0, not {value}"
+        for field, value in values.items()
+        # Not `value <= 0`: TOML has a nan, and an inf.
+        if not 0 < value < math.inf
+    ]
 
 
-def _not_negative(where: str, table: msgspec.Struct) -> list[str]:
-    values = {field: getattr(table, field) for field in table.__struct_fields__}
+def _not_negative(where: str, table: msgspec.Struct, *fields: str) -> list[str]:
+    """Return which fields are negative, or no finite numbers; of all that are numbers where none is named."""
+    values = {field: getattr(table, field) for field in fields or table.__struct_fields__}
     return [
         f"{where}{field} must be 0 or more, not {value}"
         for field, value in values.items()

@@ -101,9 +101,32 @@ def vector(*values: str) -> dict[str, object]:
 
 def test_a_query_gives_a_number(prometheus: Callable[[int, object], str]) -> None:
     assert query(prometheus(200, vector("1.5", "2")), "q") == 3.5
-    assert query(prometheus(200, vector()), "q") == 0.0
     scalar = {"status": "success", "data": {"resultType": "scalar", "result": [1.5, "4"]}}
     assert query(prometheus(200, scalar), "q") == 4.0
+
+
+def test_a_query_without_a_sample_is_unknown_and_not_nothing(prometheus: Callable[[int, object], str]) -> None:
+    """As when an exporter or a label is gone: batch would take the GPUs of live traffic."""
+    with pytest.raises(OperatorError, match=r"gives no sample.* write `\.\.\. or vector\(0\)`"):
+        query(prometheus(200, vector()), "q")
+    live = LiveLoad(Live(prometheus_url=prometheus(200, vector()), prometheus_query="q", gpus_when_unknown=8))
+    gpus, trouble = live.gpus(at("2026-11-30T21:00:00"))
+    assert gpus == 8
+    assert "or vector(0)" in str(trouble)
+    prometheus(200, vector("0"))
+    assert live.gpus(at("2026-11-30T21:00:05")) == (0, None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "result"),
+    [("matrix", []), ("matrix", [{"metric": {}, "values": [[1.5, "3"]]}]), ("string", [1.5, "3"])],
+)
+def test_only_a_scalar_or_an_instant_vector_is_a_number_of_gpus(
+    prometheus: Callable[[int, object], str], kind: str, result: object
+) -> None:
+    body = {"status": "success", "data": {"resultType": kind, "result": result}}
+    with pytest.raises(OperatorError, match=f"gives a {kind}, .* a scalar or an instant vector"):
+        query(prometheus(200, body), "q")
 
 
 @pytest.mark.parametrize(
@@ -130,3 +153,13 @@ def test_the_last_answer_stands_in_for_a_missing_one_and_then_what_the_operator_
     prometheus(200, vector("1"))
     assert live.gpus(night + 700) == (1, None)
     assert live.gpus(at("2026-11-30T12:00:00"))[0] == 6
+
+
+def test_a_clock_set_back_does_not_keep_a_stale_answer(prometheus: Callable[[int, object], str]) -> None:
+    url = prometheus(200, vector("2"))
+    live = LiveLoad(Live(prometheus_url=url, prometheus_query="q", gpus_when_unknown=8))
+    night = at("2026-11-30T21:00:00")
+    assert live.gpus(night) == (2, None)
+    prometheus(500, {})
+    assert live.gpus(night - 599)[0] == 2
+    assert live.gpus(night - 86_400)[0] == 8

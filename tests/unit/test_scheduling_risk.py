@@ -81,6 +81,22 @@ def test_a_batch_that_no_capacity_can_save_says_so_with_the_arithmetic() -> None
     assert shortfall(msgspec.structs.replace(DEMAND, tokens=112_500.0, loading_seconds=500.0)) is None
 
 
+@pytest.mark.parametrize("speed", [0.0, None, 25.0])
+def test_a_batch_of_a_model_of_which_no_worker_can_run_says_so_and_why(speed: float | None) -> None:
+    """It is known that there is no capacity, whether or not it is known how fast a worker would be."""
+    none = msgspec.structs.replace(DEMAND, most_workers=0, most_tokens_per_second=speed)
+    assert shortfall(none) == "it cannot be done by its deadline, since no worker of m can run"
+    why = msgspec.structs.replace(none, no_worker_because="each needs 8 GPUs, and the service has 1")
+    said = f"{shortfall(none)}: each needs 8 GPUs, and the service has 1"
+    assert shortfall(why) == said
+    assert risk_of(PACE, Outlook(shortfall=shortfall(why)), 0.0) == said
+
+
+def test_as_long_as_a_worker_is_there_that_is_about_to_leave_nothing_is_said() -> None:
+    leaving = msgspec.structs.replace(DEMAND, most_workers=1, most_tokens_per_second=0.0)
+    assert shortfall(leaving) is None
+
+
 def test_a_batch_is_at_risk_when_it_ends_late_in_its_queue_until_there_is_time_left_over() -> None:
     assert risk_of(PACE, Outlook(finish_at=990.0), 500.0) is None
     assert risk_of(PACE, Outlook(finish_at=1240.0), 500.0) == (

@@ -247,6 +247,28 @@ def test_a_batch_at_risk_gets_the_help_that_saves_its_deadline_and_the_others_ke
     assert late[OURS]["acme"] == late[OURS]["bolt"] == 0
 
 
+def test_a_short_window_goes_before_a_long_one_of_the_same_customer_that_came_first() -> None:
+    made = workload(customer("acme", (0.0, 100_000, 24.0), (0.1, 20_000, 0.3)))
+    assert (run(made).met, run(made, "no-slack").met) == (2, 1)
+    in_order = [batch_id for _, batch_id, _, _ in leases(made, "no-slack")]
+    assert in_order == sorted(in_order)
+
+
+def test_without_slack_customers_still_share_by_what_they_have_had() -> None:
+    made = workload(customer("acme", (0.0, 100_000, 99.0)), customer("bolt", (0.01, 100_000, 99.0)))
+    assert run(made, "no-slack").fairness.largest_gap_tokens <= 2 * CHUNK_TOKENS
+
+
+def test_a_batch_is_not_given_up_where_its_customers_answers_are_known_to_be_short() -> None:
+    """Answers take a tenth of max_tokens: by max_tokens the batch with the short window would take three times that."""
+    batches = customer("acme", (0.0, 1000, 24.0), (0.1, 100_000, 24.0), (0.2, 20_000, 0.2))
+    short = msgspec.structs.replace(batches, max_tokens=1000, output_share=Spread(median=0.1, least=0.01, most=1.0))
+    made = workload(short)
+    assert (run(made).met, run(made, "no-habits").met) == (3, 2)
+    found = {name: run(made, name).estimates[0].p50 for name in (OURS, "no-habits")}
+    assert found[OURS] < found["no-habits"]
+
+
 def test_workers_of_its_own_save_the_deadline_of_a_batch_where_they_are_allowed() -> None:
     """For so little backlog two workers are enough, but not for one batch of it."""
     made = workload(
@@ -261,6 +283,22 @@ def test_workers_of_its_own_save_the_deadline_of_a_batch_where_they_are_allowed(
     assert met[OURS] == {"acme": 1, "bolt": 1, "core": 1}
     by_default = msgspec.structs.replace(made, scheduling=Scheduling(chunks_per_worker=128))
     assert run(by_default) == msgspec.structs.replace(run(made, "no-dedicated"), policy=OURS)
+
+
+def test_a_model_with_little_work_gets_its_turn_beside_one_that_always_has_more() -> None:
+    """The GPU of the worker that leaves goes to the model that waits, though the other has more to do."""
+    whale = customer("whale", (0.0, 300_000, 24.0))
+    small = msgspec.structs.replace(
+        customer("small", *((hour / 4, 5, 24.0) for hour in range(8))), models={"n": 1.0}, name="small"
+    )
+    made = msgspec.structs.replace(workload(whale, small), models={"m": MODEL, "n": MODEL})
+    report = run(made)
+    waits = {group.name: group.wait_seconds.p95 for group in report.by_customer}
+    turn = 10.0 * MODEL.loading_seconds
+    assert (waits["small"] or 0.0) <= turn + MODEL.loading_seconds + CHUNK_SECONDS + 30
+    assert report.met == report.batches == 9
+    # It comes and goes for each of the small batches, and no more.
+    assert report.gpu.launches <= 2 * 8 + 1
 
 
 def test_all_gpus_lost_for_an_hour_cost_that_hour_and_no_request() -> None:
