@@ -14,7 +14,7 @@ from batch_pipeline.ledger import Ledger, notices
 from batch_pipeline.ledger.records import Worker, WorkerState
 from batch_pipeline.live_load import LiveLoad
 from batch_pipeline.results.forecast import late_batches
-from batch_pipeline.scheduling.dedicated import Bounds, dedications
+from batch_pipeline.scheduling.dedicated import Bounds, LateBatch, dedications, late_workers
 from batch_pipeline.scheduling.placement import Backlog, Capacity, Launch, plan_workers
 from batch_pipeline.scheduling.switching import Cluster, Holder, Rules, departures
 from batch_pipeline.settings import Settings
@@ -230,6 +230,14 @@ def _look(
         )
         for name, job in jobs.items()
     ]
+    if len(backlogs) > 1:
+        backlogs = _with_late(
+            backlogs,
+            capacities,
+            late_batches([backlog.model for backlog in backlogs], now, ledger=ledger, settings=settings),
+            served.holders,
+            now,
+        )
     launches = plan_workers(
         [backlog for backlog in backlogs if backlog.model not in pausing],
         capacities,
@@ -238,6 +246,27 @@ def _look(
         sum(settings.models[holder.model].kubernetes.gpus for holder in served.holders if holder.is_leaving),
     )
     return _Look(given.runs, backlogs, pausing, capacities, launches, given.gpus, served, now)
+
+
+def _with_late(
+    backlogs: Sequence[Backlog],
+    capacities: Sequence[Capacity],
+    late: Sequence[LateBatch],
+    holders: Sequence[Holder],
+    now: float,
+) -> list[Backlog]:
+    """Return what waits with the workers that late batches need beside those that are launched and not known yet."""
+    needed = late_workers(
+        late, {capacity.model: capacity.pool_limit - capacity.workers for capacity in capacities}, now
+    )
+    known = Counter(holder.model for holder in holders if not holder.is_dedicated)
+    coming = {capacity.model: max(capacity.shared - known[capacity.model], 0) for capacity in capacities}
+    return [
+        msgspec.structs.replace(
+            backlog, late_workers=max(needed.get(backlog.model, 0) - coming.get(backlog.model, 0), 0)
+        )
+        for backlog in backlogs
+    ]
 
 
 def _tell(

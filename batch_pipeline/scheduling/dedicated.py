@@ -1,4 +1,5 @@
-"""Workers for batches at risk alone: how many, of which batch, where an operator allows any (pure).
+"""Workers for late batches: how many more their models need; and how many get some of their own, where an operator
+allows any (pure).
 
 A dedicated worker leases chunks of its batch whatever its customer's turns are. That breaks the bound on help, which is
 why there are none by default; what they take is charged like any other service.
@@ -74,6 +75,20 @@ def dedications(
         launched[batch.model] = launched.get(batch.model, 0) + missing
         made.append(Dedication(batch_id=batch.batch_id, model=batch.model, workers=missing))
     return made
+
+
+def late_workers(late: Sequence[LateBatch], room: Mapping[str, int], now: float) -> dict[str, int]:
+    """Return, for models with late batches, how many more workers bring them in time: what the neediest of each needs.
+
+    `room` is how many more each model may have. A batch that would need more than that is not counted: workers that do
+    not save its deadline had better serve others.
+    """
+    found: dict[str, int] = {}
+    for batch in late:
+        needed = needed_workers(batch, now)
+        if needed and needed <= room.get(batch.model, 0):
+            found[batch.model] = max(found.get(batch.model, 0), needed)
+    return found
 
 
 def needed_workers(batch: LateBatch, now: float) -> int | None:

@@ -16,6 +16,8 @@ class Backlog(msgspec.Struct, frozen=True, kw_only=True):
     pending_tokens: int
     leased: int
     first_deadline_at: float
+    late_workers: int = 0
+    """More workers that the model needs for batches that would end late and can still be in time (`late_workers`)."""
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,11 +58,12 @@ def plan_workers(
     """Return which workers to launch now.
 
     A model gets a worker, beside dedicated ones, for every `chunks_per_worker` pending chunks, up to its pool's limit,
-    and one at least where anything is pending. GPUs that are left go one by one: first to models without a worker, the
-    one that has been without for longest before the others (`turn_of`), so that the model whose worker has left for
-    another does not get its GPU back; then to the model with the most pending tokens per worker (ties: the nearest
-    deadline). A GPU that a model cannot use is not held; but free ones are kept for a model without a worker that needs
-    several, where those that it lacks are among `leaving_gpus`: of workers that were asked to leave.
+    and one at least where anything is pending. GPUs that are left go one by one, as `turn_of` orders models: first to
+    those without a worker, the one that has been without for longest before the others, so that the model whose worker
+    has left for another does not get its GPU back; then to models with late batches, as many as these need; then to the
+    model with the most pending tokens per worker (ties: the nearest deadline). A GPU that a model cannot use is not
+    held; but free ones are kept for a model without a worker that needs several, where those that it lacks are among
+    `leaving_gpus`: of workers that were asked to leave.
     """
     by_model = {capacity.model: capacity for capacity in capacities}
     workers = {capacity.model: capacity.shared for capacity in capacities}
@@ -94,14 +97,21 @@ def plan_workers(
         free -= needed
 
 
-def turn_of(backlog: Backlog, capacity: Capacity, workers: int) -> tuple[bool, float, float, float, str]:
+def turn_of(backlog: Backlog, capacity: Capacity, workers: int) -> tuple[bool, float, bool, float, float, str]:
     """Return what orders models for the next free GPU, the first one least; `workers` are those that all batches share.
 
-    A model without any goes before one with some, and of those without the one that has been so for longest; then the
-    most pending tokens for each worker, and the nearest deadline.
+    A model without any goes before one with some, and of those without the one that has been so for longest; then one
+    with late batches; then the most pending tokens for each worker, and the nearest deadline.
     """
     since = capacity.served_at if workers == 0 else 0.0
-    return (workers > 0, since, -backlog.pending_tokens / (workers + 1), backlog.first_deadline_at, backlog.model)
+    in_time = not is_late(backlog, capacity, workers)
+    work = backlog.pending_tokens / (workers + 1)
+    return (workers > 0, since, in_time, -work, backlog.first_deadline_at, backlog.model)
+
+
+def is_late(backlog: Backlog, capacity: Capacity, workers: int) -> bool:
+    """Whether a model still needs more workers for its late batches, had it so many instead of those that it has."""
+    return backlog.late_workers > 0 and workers < capacity.shared + backlog.late_workers
 
 
 def wanted_workers(backlog: Backlog, capacity: Capacity, chunks_per_worker: int) -> int:

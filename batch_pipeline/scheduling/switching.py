@@ -13,11 +13,11 @@ from collections.abc import Iterator
 
 import msgspec
 
-from batch_pipeline.scheduling.placement import Backlog, Capacity, turn_of, wanted_workers
+from batch_pipeline.scheduling.placement import Backlog, Capacity, is_late, turn_of, wanted_workers
 
 WORTH = 2.0
 """A model that has workers already gets one of another's only where its work for each worker is so many times as much,
-after the change, as the other's: otherwise two would pass one to and fro."""
+after the change, as the other's: otherwise two would pass one to and fro. For late batches it gets one without that."""
 
 
 class Holder(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,7 +140,9 @@ class _Plan:
     def _givers(self, backlog: Backlog) -> Iterator[Holder]:
         """Yield the workers that may give their GPUs to a model, those that lose least by it first."""
         loading = self._rules.loading_of(backlog.model)
-        is_served = self.workers[backlog.model] > 0
+        # A model whose worker is just leaving for another is not to get one of a third at once.
+        is_served = self.capacities[backlog.model].shared > 0
+        late = self._is_late(backlog)
         after = backlog.pending_tokens / (self.workers[backlog.model] + 1)
         left = dict(self.workers)
         for holder in sorted(self._staying, key=self._cost):
@@ -153,20 +155,26 @@ class _Plan:
                 continue
             left[holder.model] -= 1
             if is_served and own is not None and has_work:
-                # Only from one that will still have much less to do for each of its workers.
-                much_less = left[holder.model] > 0 and after >= WORTH * own.pending_tokens / left[holder.model]
-                if not much_less:
+                # Only from one that keeps some, and will still have much less to do for each; or is in no hurry.
+                can_spare = left[holder.model] > 0 and not own.late_workers
+                much_less = can_spare and after >= WORTH * own.pending_tokens / left[holder.model]
+                if not (much_less or (can_spare and late)):
                     left[holder.model] += 1
                     continue
             yield holder
 
-    def _cost(self, holder: Holder) -> tuple[bool, float, float, str]:
-        """Order workers by what their leaving costs: dedicated ones last, then least work for each of the model's, then
-        those that have been there for longest.
+    def _is_late(self, backlog: Backlog) -> bool:
+        return is_late(backlog, self.capacities[backlog.model], self.workers[backlog.model])
+
+    def _cost(self, holder: Holder) -> tuple[bool, bool, float, float, str]:
+        """Order workers by what their leaving costs: dedicated ones last, before them those of models with late
+        batches, then least work for each of the model's, then those that have been there for longest.
         """
         own = self._backlogs.get(holder.model)
         work = 0.0 if own is None else own.pending_tokens / max(self._colleagues[holder.model], 1)
-        return (holder.is_dedicated, work, self._now if holder.ready_at is None else holder.ready_at, holder.worker_id)
+        since = self._now if holder.ready_at is None else holder.ready_at
+        late = own is not None and own.late_workers > 0
+        return (holder.is_dedicated, late, work, since, holder.worker_id)
 
     def _gpus(self, model: str) -> int:
         return self.capacities[model].gpus_per_worker

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from batch_pipeline.scheduling.dedicated import Bounds, Dedication, LateBatch, dedications
+from batch_pipeline.scheduling.dedicated import Bounds, Dedication, LateBatch, dedications, late_workers
 from batch_pipeline.scheduling.finish import estimated_finishes
 from batch_pipeline.scheduling.order import Conditions
 from batch_pipeline.scheduling.placement import Backlog
@@ -44,6 +44,15 @@ class Forecasting:
             margin_seconds=self._scheduling.at_risk_minutes * 60,
         )
         return estimated_finishes(queue.queued(left), queue.queue.shares(), supply, conditions, self._help_share)
+
+    def workers_in_time(
+        self, backlogs: Sequence[Backlog], left: Mapping[str, int], available: int, now: float
+    ) -> dict[str, int]:
+        """Return how many shared workers the models with late batches need, with those that they have."""
+        late = [one for backlog in backlogs for one in self._late(backlog, left, available, now)]
+        capacities = {made.model: made for made in self._fleet.capacities()}
+        room = {model: made.pool_limit - made.workers for model, made in capacities.items()}
+        return {model: capacities[model].shared + more for model, more in late_workers(late, room, now).items()}
 
     def dedications(
         self, backlogs: Sequence[Backlog], left: Mapping[str, int], available: int, now: float

@@ -14,6 +14,7 @@ import heapq
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from batch_pipeline.scheduling.placement import plan_workers
@@ -62,6 +63,8 @@ class _Simulation:
         self._accuracy = Accuracy()
         self._forecasting = Forecasting(workload, policy, self._fleet, self._queues)
         self._estimated_at = -workload.estimate_seconds
+        self._in_time: dict[str, int] = {}
+        """How many shared workers the models with late batches need."""
         self._redone = self._leased = self._expired = self._died = self._engines_died = self._preempted = 0
         self._work_seconds = 0.0
         """GPU seconds that went into saved requests."""
@@ -311,8 +314,13 @@ class _Simulation:
         waiting = {model: queue.pending for model, queue in self._queues.items()}
         live = self._workload.live_gpus(self._now)
         self._course.add(self._now, available, self._fleet.held, live, waiting)
-        backlogs = [backlog for queue in self._queues.values() if (backlog := queue.backlog()) is not None]
         capacities = self._fleet.capacities()
+        shared = {capacity.model: capacity.shared for capacity in capacities}
+        backlogs = [
+            msgspec.structs.replace(made, late_workers=max(self._in_time.get(made.model, 0) - shared[made.model], 0))
+            for queue in self._queues.values()
+            if (made := queue.backlog()) is not None
+        ]
         scheduling = self._workload.scheduling
         leaving = self._fleet.leaving_gpus()
         launches = plan_workers(backlogs, capacities, available, scheduling.chunks_per_worker, leaving)
@@ -340,6 +348,10 @@ class _Simulation:
             for backlog in backlogs:
                 finishes = self._forecasting.finishes(backlog, left, available, self._now)
                 self._accuracy.look(self._queues[backlog.model].open_batches(), finishes, self._now)
+            # The service looks every few seconds, as here where several models have work.
+            has_rivals = self._policy.has_slack and len(backlogs) > 1
+            now, looked = self._now, self._forecasting.workers_in_time
+            self._in_time = looked(backlogs, left, available, now) if has_rivals else {}
 
     def _switching(self) -> SwitchingRules:
         scheduling = self._workload.scheduling

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from batch_pipeline.scheduling.dedicated import Bounds, LateBatch, dedications, needed_workers
+from batch_pipeline.scheduling.dedicated import Bounds, LateBatch, dedications, late_workers, needed_workers
 from batch_pipeline.scheduling.placement import Capacity
 
 LATE = LateBatch(
@@ -63,3 +63,12 @@ def test_where_there_is_no_time_to_load_there_is_none() -> None:
     assert needed_workers(LATE, 900.0) is None
     assert dedications([LATE], {}, [POOL], BOUNDS, 900.0) == []
     assert needed_workers(msgspec.structs.replace(LATE, finish_at=999.0), 0.0) == 0
+
+
+def test_a_model_needs_what_the_neediest_of_its_late_batches_does_that_can_be_saved() -> None:
+    assert late_workers([LATE, large("large")], {"m": 3}, 0.0) == {"m": 2}
+    assert late_workers([LATE, large("large")], {"m": 1}, 0.0) == {"m": 1}
+    assert late_workers([LATE], {"m": 0}, 0.0) == {}
+    in_time = msgspec.structs.replace(LATE, finish_at=900.0)
+    too_late = msgspec.structs.replace(LATE, deadline_at=50.0)
+    assert late_workers([in_time, too_late], {"m": 3}, 0.0) == {}

@@ -137,3 +137,13 @@ def test_free_gpus_are_kept_for_a_model_of_several_while_workers_leave_for_it() 
     gone = [capacity("small"), capacity("large", gpus=2)]
     served = [Capacity(model="small", workers=0, pool_limit=8, gpus_per_worker=1, served_at=5.0), gone[1]]
     assert plan_workers(work, served, 2, 4) == [Launch(model="large", workers=1)]
+
+
+def test_a_model_with_late_batches_goes_before_one_with_more_work_for_as_many_as_it_needs() -> None:
+    late = Backlog(model="late", pending=50, pending_tokens=5_000, leased=0, first_deadline_at=1000.0, late_workers=2)
+    work = [backlog("lazy", 1000, 10**9), late]
+    room = [capacity("lazy", workers=2), capacity("late", workers=1)]
+    assert plan_workers(work, room, 4, 4) == [Launch(model="late", workers=1)]
+    launched = {launch.model: launch.workers for launch in plan_workers(work, room, 7, 4)}
+    assert launched == {"late": 2, "lazy": 2}
+    assert plan_workers([*work, backlog("new", 1)], [*room, capacity("new")], 4, 4) == [Launch(model="new", workers=1)]

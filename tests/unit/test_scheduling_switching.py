@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -103,6 +104,21 @@ def test_a_served_model_gets_another_worker_only_from_one_that_has_much_less_to_
     assert len(ask([backlog("a", 9), backlog("b", 100)], room, workers, 4)) == 1
 
 
+def test_a_served_model_with_late_batches_gets_a_worker_of_one_that_has_time() -> None:
+    """Which has had its turn, keeps another, and is not late itself."""
+    late = msgspec.structs.replace(backlog("b", 100), late_workers=1)
+    room = [capacity("a", 2), capacity("b", 1)]
+    workers = [holder("a1", "a"), holder("a2", "a", 10.0), holder("b1", "b")]
+    assert ask([backlog("a", 900), backlog("b", 100)], room, workers, 3) == []
+    assert names(ask([backlog("a", 900), late], room, workers, 3)) == ["a1"]
+    assert ask([backlog("a", 900), late], room, [holder("a1", "a", 10.0), *workers[1:]], 3) == []
+    assert ask([backlog("a", 900), late], [capacity("a", 1), room[1]], [workers[0], workers[2]], 2) == []
+    hurried = msgspec.structs.replace(backlog("a", 900), late_workers=1)
+    assert ask([hurried, late], room, workers, 3) == []
+    leaving = [holder("a1", "a", leaving=True), *workers[1:]]
+    assert ask([backlog("a", 900), late], room, leaving, 3) == [], "one is on its way"
+
+
 def test_a_full_pool_asks_nobody() -> None:
     work = [backlog("a", 1), backlog("b", 100)]
     room = [capacity("a", 1), capacity("b", 1, limit=1)]
@@ -146,7 +162,7 @@ def test_after_the_departures_the_launches_fit_and_asking_again_asks_nobody_more
 
 
 @given(worlds)
-def test_who_others_were_asked_to_leave_for_gets_their_gpus(
+def test_a_model_without_a_worker_gets_the_gpus_of_those_that_were_asked_to_leave_for_it(
     world: tuple[list[Backlog], list[tuple[str, float, bool]], int],
 ) -> None:
     work, running, gpus = world
@@ -168,7 +184,8 @@ def test_who_others_were_asked_to_leave_for_gets_their_gpus(
 
     asked = ask(work, room(workers), workers, gpus)
     left = [made for made in workers if made.worker_id not in names(asked)]
-    wanted = {departure.reason.partition(" waits")[0] for departure in asked} & {"a", "b", "c"}
+    without = {"a", "b", "c"} - {made.model for made in workers if not made.is_dedicated}
+    wanted = {departure.reason.partition(" waits")[0] for departure in asked} & without
     launched = {launch.model for launch in plan_workers(work, room(left), gpus, RULES.chunks_per_worker)}
     assert wanted <= launched
 

@@ -301,6 +301,15 @@ def test_a_model_with_little_work_gets_its_turn_beside_one_that_always_has_more(
     assert report.gpu.launches <= 2 * 8 + 1
 
 
+def test_a_model_whose_batch_would_be_late_gets_gpus_of_one_that_has_days() -> None:
+    whale = customer("whale", (0.0, 1_000_000, 168.0))
+    urgent = msgspec.structs.replace(customer("urgent", (0.5, 300_000, 1.0)), models={"n": 1.0})
+    made = msgspec.structs.replace(workload(whale, urgent, gpus=4), models={"m": MODEL, "n": MODEL})
+    expired = {name: run(made, name).expired for name in (OURS, "no-slack")}
+    assert expired[OURS] < expired["no-slack"] / 4
+    assert run(made).met >= 1, "the whale has its days"
+
+
 def test_all_gpus_lost_for_an_hour_cost_that_hour_and_no_request() -> None:
     batches = customer("acme", (0.0, 400_000, 24.0))
     outage = Failures(outages=[Outage(at_hours=0.5, hours=1.0, gpus=4)])
