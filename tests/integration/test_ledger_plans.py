@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from batch_pipeline.ledger import Ledger, schema
+from batch_pipeline.ledger.leasing import Policy
 from tests.fakes.clock import SteppedClock
 from tests.fakes.ledger_statements import sent_by
 from tests.fakes.ledger_values import MODEL, result_of, submitted
@@ -17,6 +18,7 @@ from tests.fakes.ledger_values import MODEL, result_of, submitted
 FINISHED = 4_000
 GROWING = {"batches", "chunks", "lanes", "events"}
 OF_OPEN_WORK = {
+    "batches_at_risk",
     "batches_open",
     "batches_open_by_customer",
     "batches_undecided",
@@ -25,12 +27,16 @@ OF_OPEN_WORK = {
     "chunks_leased",
     "lanes_waiting_in_turn",
 }
-"""Indexes that hold rows of unfinished work only: reading one from end to end is no scan."""
+"""Indexes that hold rows of unfinished work only (or of batches at risk until their end was told): reading one from end
+to end is no scan.
+"""
 
 
 @pytest.fixture
 def ledger(ledger_url: str) -> Iterator[Ledger]:
-    ledger = Ledger.open(ledger_url, clock=SteppedClock())
+    # As configured by default: only then a lease looks for batches at risk.
+    policy = Policy(margin_seconds=900.0, share=0.25, most_tokens=4_000_000.0)
+    ledger = Ledger.open(ledger_url, clock=SteppedClock(), policy=policy)
     _add_finished(ledger)
     for number in range(50):
         submitted(ledger, f"open-{number}", [MODEL] * 4, f"customer-{number % 7}")
@@ -110,6 +116,11 @@ def test_no_statement_of_the_daily_work_scans_finished_work(ledger: Ledger) -> N
         "page of a customer": lambda: ledger.moments.page("customer-2", after=None, limit=10),
         "surroundings": lambda: ledger.surroundings.of_models([MODEL]),
         "backlog": ledger.backlog,
+        "queue of a model": lambda: ledger.queues.look(MODEL, ledger.now(), lambda queue: queue),
+        "pace of a batch": lambda: ledger.desk.pace(batch_ids[0]),
+        "paces": lambda: list(ledger.desk.paces()),
+        "progress to show": lambda: ledger.desk.to_observe(60.0, 10),
+        "at risk and over": ledger.desk.at_risk_and_over,
         "gauges": ledger.gauges.read,
         "usage of a day": lambda: list(ledger.usage.ended(1e9, 1e9 + 86_400)),
         "usage of a day and a customer": lambda: list(ledger.usage.ended(1e9, 1e9 + 86_400, "customer-1")),
