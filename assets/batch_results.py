@@ -6,7 +6,6 @@ from typing import Any
 import dagster as dg
 from pydantic import Field
 
-from assets.checks import chunk_evaluations
 from assets.chunk_results import chunk_results, chunk_results_event
 from assets.columns import RESULT_LINES
 from assets.described import (
@@ -16,7 +15,9 @@ from assets.described import (
     progress_metadata,
     timeline_metadata,
 )
-from assets.partitions import CODE_VERSION, GROUP, OWNERS, batches
+from assets.evaluations import chunk_evaluations, log_evaluations
+from assets.failures import LaunchConfig, in_one_sentence
+from assets.partitions import CODE_VERSION, GROUP, OWNERS, RUNS_ON_TAG, batches
 from batch_pipeline.errors import NotAllowedInState
 from batch_pipeline.ledger.records import Batch, BatchStatus
 from batch_pipeline.results import manifest, merge, outbox, verify
@@ -34,7 +35,7 @@ _CHECKS = {
 }
 
 
-class BatchResultsConfig(dg.Config):
+class BatchResultsConfig(LaunchConfig):
     """What an operator may ask for when launching `batch_results`."""
 
     rebuild: bool = Field(
@@ -57,6 +58,7 @@ class BatchResultsConfig(dg.Config):
     group_name=GROUP,
     owners=OWNERS,
     kinds={"jsonl", "s3"},
+    tags={RUNS_ON_TAG: "merge"},
     metadata=RESULT_LINES,
     code_version=CODE_VERSION,
     partitions_def=batches,
@@ -69,7 +71,11 @@ def batch_results(
     context: dg.AssetExecutionContext, config: BatchResultsConfig, service: Service
 ) -> Iterator[dg.MaterializeResult[None]]:
     """Merge one batch. Killed anywhere: run again, it writes the same bytes and flips the status once."""
-    parts = service.open()
+    with in_one_sentence():
+        yield _merged(context, config, service.open())
+
+
+def _merged(context: dg.AssetExecutionContext, config: BatchResultsConfig, parts: Parts) -> dg.MaterializeResult[None]:
     batch_id = context.partition_key
     batch = parts.ledger.batches.get(batch_id)
     if batch.status == BatchStatus.FINALIZING or (batch.outcome == BatchStatus.FAILED and not batch.status.is_final):
@@ -88,7 +94,7 @@ def batch_results(
     outbox.deliver(batch_id, ledger=parts.ledger, store=parts.store, settings=parts.settings)
     proof = verify.verify(batch_id, ledger=parts.ledger, store=parts.store)
     batch = parts.ledger.batches.get(batch_id)
-    yield dg.MaterializeResult(
+    return dg.MaterializeResult(
         metadata=_metadata(batch, proof, parts),
         check_results=[_check(finding, proof) for finding in _CHECKS],
         data_version=dg.DataVersion(results_version(proof.counted.output, proof.counted.errors)),
@@ -102,8 +108,7 @@ def _show_chunks(context: dg.AssetExecutionContext, parts: Parts, batch_id: str)
     key = chunk_results.key
     if context.instance.get_latest_data_version_record(key, is_source=False, partition_key=batch_id) is None:
         context.log_event(chunk_results_event(parts, batch_id, context.instance))
-    for evaluation in chunk_evaluations(parts, batch_id):
-        context.op_execution_context.log_event(evaluation)  # type: ignore[arg-type]
+    log_evaluations(context.op_execution_context, chunk_evaluations(parts, batch_id))
 
 
 def _metadata(batch: Batch, proof: Proof, parts: Parts) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Checks of batches with a meaning for operators, beside those that prove the files (`batch_results`).
 
-Each is evidence: it holds nothing up. They are evaluated whenever their asset is launched, and chunk_results' by the
-merge and, where a batch is at risk, by the sensor `alarms`; each may be executed by hand at any time.
+Each is evidence: it holds nothing up. Those of request_chunks run behind it; those of chunk_results are told by the
+asset itself (`assets.evaluations`), by the merge and, where a batch comes to be at risk, by the sensor `alarms`. Each
+may be executed by hand: those of batches for given partitions, `every_model_has_workers` without one.
 """
 
 from collections.abc import Iterable, Iterator
@@ -9,14 +10,11 @@ from collections.abc import Iterable, Iterator
 import dagster as dg
 
 from assets.chunk_results import chunk_results
+from assets.evaluations import chunk_evaluations, evaluation, log_evaluations, workers_evaluation
+from assets.failures import in_one_sentence
 from assets.partitions import batches
 from assets.request_chunks import request_chunks
-from batch_pipeline.alarms import workerless
-from batch_pipeline.ledger.records import BatchStatus
-from batch_pipeline.results import demand
-from batch_pipeline.results.checks import MEANING, Check, Verdict, chunk_verdicts, intake_verdicts
-from batch_pipeline.results.forecast import outlook
-from batch_pipeline.scheduling.risk import risk_of
+from batch_pipeline.results.checks import MEANING, Check, intake_verdicts
 from resources import Parts, Service
 
 OF_INTAKE = (Check.LINES_ACCOUNTED_FOR, Check.LINES_VALID)
@@ -39,13 +37,9 @@ def _specs(asset: dg.AssetKey, checks: Iterable[Check]) -> list[dg.AssetCheckSpe
 def request_chunks_checks(context: dg.AssetCheckExecutionContext, service: Service) -> Iterator[dg.AssetCheckResult]:
     """Look at the intake of these batches; reads the ledger only."""
     parts = service.open()
-    for batch_id in _partitions(context):
-        batch = parts.ledger.batches.get(batch_id)
-        if batch.input_sha256 is None:
-            context.log.warning(f"the intake of {batch_id} has not been recorded: there is nothing to check yet")
-            continue
-        in_chunks = sum(lane.requests for lane in parts.ledger.batches.lanes(batch_id))
-        _log(context, [evaluation(request_chunks.key, batch_id, v) for v in intake_verdicts(batch, in_chunks)])
+    with in_one_sentence():
+        for batch_id in _partitions(context):
+            _log_selected(context, _intake_evaluations(context, parts, batch_id))
     yield from ()
 
 
@@ -58,8 +52,9 @@ def request_chunks_checks(context: dg.AssetCheckExecutionContext, service: Servi
 def chunk_results_checks(context: dg.AssetCheckExecutionContext, service: Service) -> Iterator[dg.AssetCheckResult]:
     """Look at the chunks of these batches; reads the ledger, or the manifest of one that is long over."""
     parts = service.open()
-    for batch_id in _partitions(context):
-        _log(context, chunk_evaluations(parts, batch_id))
+    with in_one_sentence():
+        for batch_id in _partitions(context):
+            _log_selected(context, chunk_evaluations(parts, batch_id))
     yield from ()
 
 
@@ -69,56 +64,35 @@ def chunk_results_checks(context: dg.AssetCheckExecutionContext, service: Servic
     description=f"{MEANING[Check.WORKERS]} Evaluated by the sensor `alarms` as it changes.",
 )
 def every_model_has_workers(service: Service) -> dg.AssetCheckResult:
-    """Look at all models at this moment."""
-    parts = service.open()
-    alone = workerless(parts.ledger, parts.settings.worker.lease_seconds)
+    """Say of all models what the sensor `alarms` says of them."""
+    found = workers_evaluation(service.open())
     return dg.AssetCheckResult(
-        passed=not alone,
-        severity=dg.AssetCheckSeverity.ERROR,
-        description=f"work and no worker now: {', '.join(alone)}" if alone else "every model with work has a worker",
+        passed=found.passed, severity=found.severity, description=found.description, metadata=found.metadata
     )
 
 
-def chunk_evaluations(parts: Parts, batch_id: str) -> list[dg.AssetCheckEvaluation]:
-    """Return the evaluations of the checks of chunk_results for a batch, whether it is over or still runs."""
+def _intake_evaluations(
+    context: dg.AssetCheckExecutionContext, parts: Parts, batch_id: str
+) -> list[dg.AssetCheckEvaluation]:
     batch = parts.ledger.batches.get(batch_id)
-    verdicts = chunk_verdicts(batch, demand.summarise(batch_id, parts.ledger, parts.store))
-    if batch.status == BatchStatus.IN_PROGRESS and batch.outcome is None:
-        verdicts = [verdict for verdict in verdicts if verdict.check != Check.ON_TIME]
-        verdicts += [now_on_time(parts, batch_id)]
-    return [evaluation(chunk_results.key, batch_id, verdict) for verdict in verdicts]
-
-
-def now_on_time(parts: Parts, batch_id: str) -> Verdict:
-    """Return whether a batch in progress will end before its deadline, as the queue is."""
-    pace = parts.ledger.desk.pace(batch_id)
-    risk = None
-    if pace is not None:
-        now = parts.ledger.now()
-        expected = outlook(batch_id, pace.models, now, ledger=parts.ledger, settings=parts.settings)
-        risk = risk_of(pace, expected, now)
-    return Verdict(check=Check.ON_TIME, passed=risk is None, text=risk or "in time, as far as is known")
-
-
-def evaluation(asset: dg.AssetKey, batch_id: str, verdict: Verdict) -> dg.AssetCheckEvaluation:
-    """Return the evaluation of a check for one batch. All but a line that is not accounted for are warnings."""
-    is_fault_of_ours = verdict.check == Check.LINES_ACCOUNTED_FOR
-    return dg.AssetCheckEvaluation(
-        asset_key=asset,
-        check_name=str(verdict.check),
-        passed=verdict.passed,
-        severity=dg.AssetCheckSeverity.ERROR if is_fault_of_ours else dg.AssetCheckSeverity.WARN,
-        description=verdict.text,
-        metadata=dict(verdict.figures),
-        partition=batch_id,
-    )
+    if batch.input_sha256 is None:
+        context.log.warning(f"the intake of {batch_id} has not been recorded: there is nothing to check yet")
+        return []
+    in_chunks = sum(lane.requests for lane in parts.ledger.batches.lanes(batch_id))
+    return [evaluation(request_chunks.key, batch_id, verdict) for verdict in intake_verdicts(batch, in_chunks)]
 
 
 def _partitions(context: dg.AssetCheckExecutionContext) -> list[str]:
-    return list(context.op_execution_context.partition_keys)
+    run = context.op_execution_context
+    if not (run.has_partition_key or run.has_partition_key_range):
+        raise dg.Failure(
+            "these checks are of single batches, and this run has no partition: launch their asset for a batch "
+            "instead, or the checks with a batch's id as the tag dagster/partition",
+            allow_retries=False,
+        )
+    return list(run.partition_keys)
 
 
-def _log(context: dg.AssetCheckExecutionContext, found: Iterable[dg.AssetCheckEvaluation]) -> None:
-    """Log evaluations by hand: a run over several batches has one result for each, and Dagster knows one a run."""
-    for one in found:
-        context.op_execution_context.log_event(one)  # type: ignore[arg-type]
+def _log_selected(context: dg.AssetCheckExecutionContext, found: Iterable[dg.AssetCheckEvaluation]) -> None:
+    selected = context.selected_asset_check_keys
+    log_evaluations(context.op_execution_context, [one for one in found if one.asset_check_key in selected])

@@ -1,6 +1,7 @@
 """`chunk_results`: every chunk of a batch has a result. GPU workers fill it; launching it makes sure that they do."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Self
 
 import dagster as dg
 from dagster._core.definitions.data_version import (
@@ -12,11 +13,13 @@ from dagster._core.definitions.data_version import (
     get_input_data_version_tag,
     get_input_event_pointer_tag,
 )
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from assets.columns import RESULT_LINES
 from assets.described import chunks_metadata, progress_metadata
-from assets.partitions import CODE_VERSION, GROUP, OWNERS, batches
+from assets.evaluations import CHUNK_RESULTS, chunk_evaluations, log_evaluations, workers_evaluation
+from assets.failures import LaunchConfig, in_one_sentence
+from assets.partitions import CODE_VERSION, GROUP, OWNERS, RUNS_ON_TAG, batches
 from assets.request_chunks import request_chunks
 from batch_pipeline.errors import NotAllowedInState
 from batch_pipeline.models import Model
@@ -26,12 +29,17 @@ from batch_pipeline.results.versions import model_code_version, version_of_hashe
 from batch_pipeline.results.view import BatchView, view
 from resources import Parts, Service
 
+_NAMED = 20
+"""Most batches that are named in the sentence about those that were skipped."""
 
-class ChunkResultsConfig(dg.Config):
+
+class ChunkResultsConfig(LaunchConfig):
     """What an operator may ask for when launching `chunk_results`."""
 
     priority: int = Field(
         default=1,
+        ge=-1000,
+        le=1000,
         description="Runs before the customer's other batches where above 0. It changes nothing between customers.",
     )
     wait_minutes: float = Field(
@@ -55,21 +63,31 @@ class ChunkResultsConfig(dg.Config):
         ),
     )
 
+    @model_validator(mode="after")
+    def _version_needs_run_again(self) -> Self:
+        if self.run_again_model_version and not self.run_again:
+            raise ValueError(
+                f"run_again_model_version is {self.run_again_model_version} without run_again: true, so nothing would "
+                "run again; give both, or neither"
+            )
+        return self
+
 
 @dg.asset(
-    name="chunk_results",
+    name=CHUNK_RESULTS.to_python_identifier(),
     deps=[request_chunks],
     description=(
         "One committed result object per chunk, written by the GPU workers, which report it when a batch's last chunk "
         "stops. Launching it for a batch makes the ledger want what is missing (chunks that were given up are tried "
-        "again), gives the batch an operator's priority, and waits; where all is committed it does nothing. It never "
-        "loads a model itself. What is committed runs again only where its configuration asks for it: run_again. It "
-        "shows as stale when the request chunks or the version of a model of the catalogue have changed since."
+        "again), gives the batch an operator's priority, and waits; where all is committed it only records the same "
+        "again. It never loads a model itself. What is committed runs again only where its configuration asks for it: "
+        "run_again. It shows as stale when the request chunks or the version of a model of the catalogue have changed "
+        "since."
     ),
     group_name=GROUP,
     owners=OWNERS,
     kinds={"vllm", "jsonl", "s3"},
-    tags={"batch_pipeline/runs_on": "gpu_workers"},
+    tags={RUNS_ON_TAG: "gpu_workers"},
     metadata=RESULT_LINES,
     code_version=CODE_VERSION,
     partitions_def=batches,
@@ -88,18 +106,52 @@ def chunk_results(
     anew = None
     if config.run_again:
         anew = Anew(context.run.root_run_id or context.run_id, config.run_again_model_version or None)
-    try:
+    with in_one_sentence():
+        # One of many that is over is no reason to do nothing for the others. What is to run again is named with care.
+        skipped = demand.refusals(batch_ids, parts.ledger) if len(batch_ids) > 1 and anew is None else {}
+        for why in skipped.values():
+            context.log.warning(f"skipped: {why}")
+        wanted = [batch_id for batch_id in batch_ids if batch_id not in skipped]
         waiting = demand.want(
-            batch_ids, parts.ledger, priority=config.priority, actor=f"dagster run {context.run_id}", anew=anew
+            wanted, parts.ledger, priority=config.priority, actor=f"dagster run {context.run_id}", anew=anew
         )
-    except NotAllowedInState as error:
-        raise dg.Failure(str(error), allow_retries=False) from error
-    context.log.info(f"waiting for the chunks of {len(waiting)} batches")
-    for batch_id in demand.wait(waiting, parts.ledger, timeout_seconds=config.wait_minutes * 60):
-        context.log.info(f"every chunk of {batch_id} has stopped")
-    for batch_id in batch_ids:
-        context.log_event(chunk_results_event(parts, batch_id, context.instance))
+        context.log.info(f"waiting for the chunks of {len(waiting)} batches")
+        for batch_id in demand.wait(waiting, parts.ledger, timeout_seconds=config.wait_minutes * 60):
+            context.log.info(f"every chunk of {batch_id} has stopped")
+        skipped |= _show_all(context, parts, wanted, is_alone=len(batch_ids) == 1)
+        log_evaluations(context.op_execution_context, [workers_evaluation(parts)])
+    if skipped:
+        context.log.warning(_in_short(list(skipped), len(batch_ids)))
     yield from ()
+
+
+def _show_all(
+    context: dg.AssetExecutionContext, parts: Parts, batch_ids: Sequence[str], *, is_alone: bool
+) -> dict[str, str]:
+    """Show the chunks of batches; returns why it could not, of those whose files are removed."""
+    unshown = {}
+    for batch_id in batch_ids:
+        try:
+            _show(context, parts, batch_id)
+        except NotAllowedInState as error:
+            if is_alone:
+                raise
+            context.log.warning(f"skipped: {error}")
+            unshown[batch_id] = str(error)
+    return unshown
+
+
+def _show(context: dg.AssetExecutionContext, parts: Parts, batch_id: str) -> None:
+    """Show the chunks of a batch and the verdicts on them. Dagster skips the checks behind an output that is not
+    there, so these are told here.
+    """
+    context.log_event(chunk_results_event(parts, batch_id, context.instance))
+    log_evaluations(context.op_execution_context, chunk_evaluations(parts, batch_id))
+
+
+def _in_short(skipped: Sequence[str], of: int) -> str:
+    more = f" and {len(skipped) - _NAMED} more" if len(skipped) > _NAMED else ""
+    return f"{len(skipped)} of {of} batches were skipped, see above why: {', '.join(skipped[:_NAMED])}{more}"
 
 
 def of_catalogue(asset: dg.AssetsDefinition, models: Mapping[str, Model]) -> dg.AssetsDefinition:

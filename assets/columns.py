@@ -38,8 +38,8 @@ RESULT_LINES = _schema(
 )
 USAGE_TABLE = _schema(
     ("day", "date", "UTC day on which the batch ended"),
-    ("customer", "string", ""),
-    ("batch_id", "string", ""),
+    ("customer", "string", "Who handed the batch in, and is charged"),
+    ("batch_id", "string", "The batch's id: the key of its partition"),
     ("name", "string", "The file's name"),
     ("status", "string", "completed, failed, expired or cancelled"),
     ("requests", "int64", "Requests in the file: billed and not"),
@@ -50,6 +50,6 @@ USAGE_TABLE = _schema(
     ("failed", "int64", "Not billed: ended as an error"),
     ("input_tokens", "int64", "Of the billed requests, as the next two"),
     ("cached_tokens", "int64", "Of the input tokens, those that the prefix cache had"),
-    ("output_tokens", "int64", ""),
+    ("output_tokens", "int64", "What was generated for the billed requests"),
     ("cost_usd", "decimal(38, 18)", "At the batch price; empty where a model had no price"),
 )

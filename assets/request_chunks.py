@@ -3,7 +3,8 @@
 import dagster as dg
 
 from assets.columns import REQUEST_TABLE
-from assets.partitions import CODE_VERSION, GROUP, OWNERS, batches
+from assets.failures import in_one_sentence
+from assets.partitions import CODE_VERSION, GROUP, OWNERS, RUNS_ON_TAG, batches
 from assets.uploads import UPLOADS
 from batch_pipeline.intake import ops
 from resources import Service
@@ -19,13 +20,14 @@ KIND = {"parquet", "s3"}
 def validate_requests(context: dg.OpExecutionContext, service: Service) -> None:
     """Validate one batch. Killed anywhere: run again, it writes the same bytes to the same keys."""
     parts = service.open()
-    found = ops.validate(
-        context.partition_key,
-        ledger=parts.ledger,
-        store=parts.store,
-        settings=parts.settings,
-        run_id=context.run_id,
-    )
+    with in_one_sentence():
+        found = ops.validate(
+            context.partition_key,
+            ledger=parts.ledger,
+            store=parts.store,
+            settings=parts.settings,
+            run_id=context.run_id,
+        )
     context.log.info(f"{found.total} requests, {found.invalid} of them invalid")
 
 
@@ -37,14 +39,15 @@ def validate_requests(context: dg.OpExecutionContext, service: Service) -> None:
 def write_chunks(context: dg.OpExecutionContext, service: Service) -> None:
     """Chunk one batch and record its intake in the ledger. Killed anywhere: run again, the same chunks."""
     parts = service.open()
-    result = ops.write_chunks(
-        context.partition_key,
-        ledger=parts.ledger,
-        store=parts.store,
-        settings=parts.settings,
-        run_id=context.run_id,
-    )
-    batch = parts.ledger.batches.get(context.partition_key)
+    with in_one_sentence():
+        result = ops.write_chunks(
+            context.partition_key,
+            ledger=parts.ledger,
+            store=parts.store,
+            settings=parts.settings,
+            run_id=context.run_id,
+        )
+        batch = parts.ledger.batches.get(context.partition_key)
     prompt_tokens = sum(chunk.prompt_tokens for chunk in result.chunks)
     context.add_output_metadata(
         {
@@ -88,6 +91,7 @@ def write_chunks(context: dg.OpExecutionContext, service: Service) -> None:
     group_name=GROUP,
     owners=OWNERS,
     kinds=KIND,
+    tags={RUNS_ON_TAG: "intake"},
     metadata=REQUEST_TABLE,
     code_version=CODE_VERSION,
     partitions_def=batches,

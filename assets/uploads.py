@@ -3,7 +3,7 @@
 import dagster as dg
 
 from assets.columns import REQUEST_LINES
-from assets.partitions import GROUP, OWNERS, batches
+from assets.partitions import GROUP, OWNERS, RUNS_ON_TAG, batches
 from batch_pipeline.ledger.records import Batch
 from batch_pipeline.results.versions import upload_version
 
@@ -18,6 +18,7 @@ uploads = dg.AssetSpec(
     group_name=GROUP,
     owners=OWNERS,
     kinds={"s3", "jsonl"},
+    tags={RUNS_ON_TAG: "doors"},
     metadata=REQUEST_LINES,
     partitions_def=batches,
 )

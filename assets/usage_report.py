@@ -8,7 +8,7 @@ import dagster as dg
 
 from assets.batch_results import batch_results
 from assets.columns import USAGE_TABLE
-from assets.partitions import CODE_VERSION, GROUP, OWNERS, days
+from assets.partitions import CODE_VERSION, GROUP, OWNERS, RUNS_ON_TAG, days
 from batch_pipeline.errors import NotAllowedInState
 from resources import Service
 
@@ -29,6 +29,7 @@ _CHECK = "bills_agree_with_files"
     group_name=GROUP,
     owners=OWNERS,
     kinds={"polars", "parquet", "csv", "s3"},
+    tags={RUNS_ON_TAG: "report_usage"},
     metadata=USAGE_TABLE,
     code_version=CODE_VERSION,
     partitions_def=days,

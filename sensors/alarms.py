@@ -6,10 +6,10 @@ import dagster as dg
 import msgspec
 from dagster import DagsterEvent, DagsterEventType, DagsterRunStatus, RunsFilter
 from dagster._core.instance.utils import RUNLESS_JOB_NAME
+from dagster._core.storage.asset_check_execution_record import COMPLETED_ASSET_CHECK_EXECUTION_RECORD_STATUSES
 from dagster._core.utils import make_new_run_id
 
-from assets.checks import evaluation
-from assets.chunk_results import chunk_results
+from assets.evaluations import CHUNK_RESULTS, evaluation, workers_evaluation
 from batch_pipeline import alarms
 from batch_pipeline.ledger import Ledger
 from batch_pipeline.ledger.alarms import AlarmKind
@@ -18,6 +18,7 @@ from batch_pipeline.plain import one_line
 from batch_pipeline.results.checks import Check, Verdict
 from batch_pipeline.settings import Settings
 from resources import Parts, Service
+from sensors.gpu_workers import keep_pool_limits
 from sensors.runs import PARTITION_TAG
 
 _ENDED = [DagsterRunStatus.SUCCESS, DagsterRunStatus.FAILURE]
@@ -29,8 +30,6 @@ class Seen(msgspec.Struct, frozen=True):
 
     since: dict[str, float] = {}
     """Since when each model has been without a worker."""
-    alone: list[str] | None = None
-    """The models that the check in Dagster names; null before it was evaluated."""
 
 
 def failed_runs_sensor(settings: Settings) -> dg.SensorDefinition:
@@ -82,23 +81,27 @@ def alarms_sensor(settings: Settings) -> dg.SensorDefinition:
         description=(
             "Evaluates the checks on_time (of batches that come to be at risk, or are so no longer) and "
             "every_model_has_workers as they change, and posts alarms to the webhook of the section [alarms]: one "
-            f"signed message in {settings.alarms.message_seconds:.0f} seconds at most, tried until it arrives."
+            f"signed message in {settings.alarms.message_seconds:.0f} seconds at most, tried until it arrives. "
+            "Sets pools back to the catalogue's limits."
         ),
     )
     def alarms_(context: dg.SensorEvaluationContext, service: Service) -> dg.SensorResult:
         parts = service.open()
+        # As `gpu_workers` does: a limit that was changed by hand would else stay while that sensor is switched off.
+        keep_pool_limits(context.instance, settings)
         changes = alarms.look_at_risks(parts.ledger, parts.settings)
         for change in changes:
             verdict = Verdict(check=Check.ON_TIME, passed=change.on_time, text=change.text)
-            _report(context.instance, evaluation(chunk_results.key, change.batch_id, verdict))
-        seen, of_models = _look_at_models(parts, _seen(context.cursor))
+            _report(context.instance, evaluation(CHUNK_RESULTS, change.batch_id, verdict))
+        seen = _look_at_models(parts, _seen(context.cursor))
+        of_models = workers_evaluation(parts)
         started = time.monotonic()
         told = alarms.tell(parts.ledger, parts.settings.alarms)
         parts.ledger.alarms.forget(parts.settings.alarms.kept_days * 86_400)
         said = told or "nothing to tell"
         context.log.info(f"{said} ({time.monotonic() - started:.1f} s)")
         return dg.SensorResult(
-            asset_events=of_models,
+            asset_events=[] if _is_said(context.instance, of_models) else [of_models],
             cursor=msgspec.json.encode(seen).decode(),
             skip_reason=dg.SkipReason(f"{len(changes)} batches changed their risk; {said}"),
         )
@@ -120,23 +123,20 @@ def _report(instance: dg.DagsterInstance, verdict: dg.AssetCheckEvaluation) -> N
     instance.report_dagster_event(event, run_id=make_new_run_id())
 
 
-def _look_at_models(parts: Parts, seen: Seen) -> tuple[Seen, list[dg.AssetCheckEvaluation]]:
-    """Raise what is due of models, and return their check where its verdict has changed."""
-    now = parts.ledger.now()
+def _look_at_models(parts: Parts, seen: Seen) -> Seen:
+    """Raise what is due of models, and resolve what has passed: what their check says follows from that."""
     alone = alarms.workerless(parts.ledger, parts.settings.worker.lease_seconds)
-    since = alarms.look_at_models(parts.ledger, seen.since, alone, parts.settings.alarms)
-    too_long = sorted(m for m, moment in since.items() if now - moment >= parts.settings.alarms.workerless_seconds)
-    if too_long == seen.alone:
-        return Seen(since, too_long), []
-    text = f"work has waited for too long without a worker: {', '.join(too_long)}"
-    check = dg.AssetCheckEvaluation(
-        asset_key=chunk_results.key,
-        check_name=str(Check.WORKERS),
-        passed=not too_long,
-        description=text if too_long else "every model with work has a worker, or will soon",
-        metadata={"models": len(too_long)},
-    )
-    return Seen(since, too_long), [check]
+    return Seen(alarms.look_at_models(parts.ledger, seen.since, alone, parts.settings.alarms))
+
+
+def _is_said(instance: dg.DagsterInstance, found: dg.AssetCheckEvaluation) -> bool:
+    """Whether the newest evaluation of a check in Dagster, whoever made it, says the same."""
+    key = found.asset_check_key
+    newest = instance.event_log_storage.get_latest_asset_check_execution_by_key([key]).get(key)
+    if newest is None or newest.status not in COMPLETED_ASSET_CHECK_EXECUTION_RECORD_STATUSES:
+        return False
+    said = newest.evaluation
+    return said is not None and (said.passed, said.description) == (found.passed, found.description)
 
 
 def _seen(cursor: str | None) -> Seen:

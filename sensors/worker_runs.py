@@ -33,6 +33,8 @@ _SOON_SECONDS = 15.0
 """A run that waits or starts for so long does as it should: nothing to ask or to say."""
 _LOADING_SECONDS = 60.0
 """After so long it is worth a question whether the engine beside a worker starts at all."""
+_JOB_TROUBLES = ("FailedCreate: ", "BackoffLimitExceeded: ", "DeadlineExceeded: ")
+"""How the events of a Job begin that say why it has no pod: a quota that is used up, a refusal by a policy, its end."""
 _MOST_CHARACTERS = 240
 
 
@@ -185,7 +187,8 @@ def pod_trouble(instance: dg.DagsterInstance, run: dg.DagsterRun) -> str | None:
 
 
 def trouble_in(text: str) -> str | None:
-    """Return the line of a launcher's words on a pod that says what is wrong: its newest warning, or its state.
+    """Return the line of a launcher's words on a pod that says what is wrong: its newest warning, or its state; where
+    there is no pod, the newest event of its Job that says why.
 
     A failed probe is none: that is what a model looks like while it loads.
     """
@@ -194,6 +197,10 @@ def trouble_in(text: str) -> str | None:
     told = [line for line in told if not line.startswith("For more information")]
     if told:
         return _short(told[-1])
+    _, _, of_job = text.partition("Debug information for job ")
+    events = [event for event in of_job.split("\n\n") if event.startswith(_JOB_TROUBLES)]
+    if events:
+        return _short(events[-1])
     for line in text.splitlines():
         _, waits, why = line.partition(" status: Waiting: ")
         if waits and why not in ("PodInitializing", "ContainerCreating"):

@@ -20,7 +20,10 @@ from batch_pipeline.settings import Settings
 DEFINITIONS = "batch_pipeline.definitions"
 LOCATION = "batch_pipeline"
 _OTHER_RUNS = 2
-"""Housekeeping, reports, and what operators launch."""
+"""Housekeeping and reports: a run of each."""
+_BACKFILL_RUNS = 2
+_RUNS_FROM_THE_UI = 4
+"""More than of backfills, which have both tags where they are launched in the UI: some are left beside them."""
 _HEARTBEAT_SECONDS = 600
 """For so long the process that has loaded the code waits for a sign of the code server that started it. On a busy
 machine Dagster's own 30 s pass without one; the process then ends, and nothing starts another.
@@ -53,6 +56,9 @@ concurrency:
       - {{key: batch_pipeline/stage, value: intake, limit: {runs_at_once}}}
       - {{key: batch_pipeline/stage, value: merge, limit: {runs_at_once}}}
       - {{key: batch_pipeline/stage, value: worker, limit: {total_gpus}}}
+      # What operators launch may wait for workers for hours. A key without a value counts every run that has the key.
+      - {{key: dagster/backfill, limit: {backfills}}}
+      - {{key: dagster/from_ui, limit: {from_ui}}}
 run_queue:
   dequeue_interval_seconds: 1
 
@@ -100,18 +106,24 @@ def prepare_home(settings: Settings, home: Path) -> Path:
     """
     home.mkdir(parents=True, exist_ok=True)
     instance = _INSTANCE.format(
-        # Workers hold a place for hours; beside theirs are those of intake and merge, and some for the rest.
-        max_concurrent_runs=sum(model.pool_limit for model in settings.models.values())
-        + 2 * settings.scheduling.runs_at_once
-        + _OTHER_RUNS,
+        max_concurrent_runs=_runs_at_most(settings),
         runs_at_once=settings.scheduling.runs_at_once,
         total_gpus=settings.scheduling.total_gpus,
+        backfills=_BACKFILL_RUNS,
+        from_ui=_RUNS_FROM_THE_UI,
         cancel_timeout_seconds=int(settings.worker.grace_seconds) + 60,
     )
     _replace(home / "dagster.yaml", instance)
     workspace = home / "workspace.yaml"
     _replace(workspace, _WORKSPACE.format(host=LOOPBACK, port=settings.embedded.code_server_port, location=LOCATION))
     return workspace
+
+
+def _runs_at_most(settings: Settings) -> int:
+    """Return how many runs may be in progress: the sum of all kinds, each of which is used up only by its own."""
+    pools = sum(model.pool_limit for model in settings.models.values())
+    workers = max(settings.scheduling.total_gpus, pools)
+    return workers + 2 * settings.scheduling.runs_at_once + _BACKFILL_RUNS + _RUNS_FROM_THE_UI + _OTHER_RUNS
 
 
 def webserver_url(settings: Settings) -> str:

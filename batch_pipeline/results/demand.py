@@ -8,13 +8,17 @@ from collections.abc import Iterator
 
 import msgspec
 
-from batch_pipeline.errors import NotAllowedInState
+from batch_pipeline.errors import BatchPipelineError, NotAllowedInState, NotFound
 from batch_pipeline.ledger import Ledger
 from batch_pipeline.ledger.records import Batch, BatchStatus, ChunkState
 from batch_pipeline.results.archived import all_chunks
 from batch_pipeline.store import ObjectStore
 
 POLL_SECONDS = 2.0
+
+
+class StillOpen(BatchPipelineError):
+    """The wait for a batch's chunks is over, and they have not all stopped."""
 
 
 class ChunkSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,6 +79,17 @@ def want(batch_ids: list[str], ledger: Ledger, *, priority: int, actor: str, ane
     return waiting
 
 
+def refusals(batch_ids: list[str], ledger: Ledger) -> dict[str, str]:
+    """Return of each batch that `want` would refuse why: it is unknown, or its results are final without all chunks."""
+    refused = {}
+    for batch_id in batch_ids:
+        try:
+            check_wanted(ledger.batches.get(batch_id), anew=False)
+        except (NotFound, NotAllowedInState) as error:
+            refused[batch_id] = str(error)
+    return refused
+
+
 def check_wanted(batch: Batch, *, anew: bool) -> None:
     """Raise NotAllowedInState where nothing of a batch can be run any more, or nothing run again."""
     if batch.status.is_final and (anew or batch.status != BatchStatus.COMPLETED):
@@ -87,7 +102,7 @@ def check_wanted(batch: Batch, *, anew: bool) -> None:
 def wait(batch_ids: list[str], ledger: Ledger, timeout_seconds: float) -> Iterator[str]:
     """Yield each batch once all of its chunks have stopped, in the order in which that happens.
 
-    Looks at the ledger every two seconds, at one query per waiting batch. Raises TimeoutError naming what is left.
+    Looks at the ledger every two seconds, at one query per waiting batch. Raises StillOpen naming what is left.
     """
     waiting = list(batch_ids)
     ends_at = time.monotonic() + timeout_seconds
@@ -97,9 +112,17 @@ def wait(batch_ids: list[str], ledger: Ledger, timeout_seconds: float) -> Iterat
         yield from done
         waiting = [batch_id for batch_id in waiting if batch_id not in done]
         if waiting and time.monotonic() > ends_at:
-            raise TimeoutError(f"after {timeout_seconds:.0f} s the chunks of {', '.join(waiting[:5])} are still open")
+            raise StillOpen(_still_open(waiting, timeout_seconds))
         if waiting:
             pause.wait(POLL_SECONDS)
+
+
+def _still_open(waiting: list[str], seconds: float) -> str:
+    more = f" and {len(waiting) - 5} more" if len(waiting) > 5 else ""
+    return (
+        f"after {seconds:.0f} s the chunks of {', '.join(waiting[:5])}{more} are still open. They stay wanted: launch "
+        "it again to go on waiting"
+    )
 
 
 def _has_stopped(batch_id: str, ledger: Ledger) -> bool:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import dagster as dg
+from dagster._core.storage.tags import (
+    ASSET_PARTITION_RANGE_END_TAG,
+    ASSET_PARTITION_RANGE_START_TAG,
+    PARTITION_NAME_TAG,
+)
 
 from batch_pipeline.settings import Settings
 from resources import Parts
@@ -20,14 +26,17 @@ class CodeLocation:
         self.instance = instance
         self.definitions = make_definitions(settings)
         self.repository = self.definitions.get_repository_def()
+        self.cursors: dict[str, str] = {}
 
-    def tick(self, sensor: str) -> list[dg.RunRequest]:
-        """Evaluate a sensor once, and do with its answer what the daemon does, short of executing the runs."""
+    def tick(self, sensor: str, *, goes_on: bool = False) -> list[dg.RunRequest]:
+        """Evaluate a sensor once, and do with its answer what the daemon does, short of executing the runs. Each tick
+        is the sensor's first, unless it `goes_on` with the cursor of the one before.
+        """
         with dg.SensorEvaluationContext(
             instance_ref=self.instance.get_ref(),
             last_tick_completion_time=None,
             last_run_key=None,
-            cursor=None,
+            cursor=self.cursors.get(sensor) if goes_on else None,
             log_key=None,
             repository_name=self.repository.name,
             repository_def=self.repository,
@@ -35,6 +44,8 @@ class CodeLocation:
             resources=self.repository.get_top_level_resources(),
         ) as context:
             result = self.repository.get_sensor_def(sensor).evaluate_tick(context)
+        if result.cursor is not None:
+            self.cursors[sensor] = result.cursor
         for request in result.dynamic_partitions_requests or []:
             assert isinstance(request, dg.AddDynamicPartitionsRequest)
             self.instance.add_dynamic_partitions(request.partitions_def_name, list(request.partition_keys))
@@ -57,6 +68,23 @@ class CodeLocation:
             instance=self.instance,
             partition_key=batch_id,
             run_config={"ops": {asset: {"config": config}}} if config else {},
+        )
+
+    def backfill(self, asset: str, batch_ids: Sequence[str], **config: Any) -> dg.ExecuteInProcessResult:
+        """Materialize one asset for adjacent partitions in one run, as a backfill of a single run does."""
+        job = self.repository.get_implicit_global_asset_job_def()
+        return job.get_subset(asset_selection={dg.AssetKey(asset)}).execute_in_process(
+            instance=self.instance,
+            tags={ASSET_PARTITION_RANGE_START_TAG: batch_ids[0], ASSET_PARTITION_RANGE_END_TAG: batch_ids[-1]},
+            run_config={"ops": {asset: {"config": config}}} if config else {},
+        )
+
+    def check(self, asset: str, *names: str, batch_id: str | None = None) -> dg.ExecuteInProcessResult:
+        """Execute checks of an asset by hand, for a batch or without a partition."""
+        keys = {dg.AssetCheckKey(dg.AssetKey(asset), name) for name in names}
+        job = self.repository.get_implicit_global_asset_job_def()
+        return job.get_subset(asset_selection=set(), asset_check_selection=keys).execute_in_process(
+            instance=self.instance, tags={} if batch_id is None else {PARTITION_NAME_TAG: batch_id}
         )
 
     def materialized(self, asset: str) -> set[str]:

@@ -83,6 +83,21 @@ def test_a_run_that_fails_is_posted_to_the_operators_signed(
     assert message["text"] == f"run_failed: {alarm['text']}"
 
 
+@pytest.mark.parametrize("sensor", ["alarms", "gpu_workers"])
+def test_the_limit_of_a_pool_that_was_changed_by_hand_is_the_catalogues_again(
+    settings_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sensor: str
+) -> None:
+    monkeypatch.setenv(CONFIG_VARIABLE, str(settings_file))
+    with dg.instance_for_test(temp_dir=str(tmp_path)) as instance:
+        location = CodeLocation(configuration.load(), instance)
+        [(model, given)] = location.settings.models.items()
+        for by_hand in (0, given.pool_limit + 5):
+            instance.event_log_storage.set_concurrency_slots(model, by_hand)
+            location.tick(sensor)
+            (pool,) = instance.event_log_storage.get_pool_limits()
+            assert (pool.name, pool.limit) == (model, given.pool_limit)
+
+
 def test_a_message_is_sent_again_with_growing_pauses_until_it_arrives(ledger: Ledger, clock: SteppedClock) -> None:
     raised(ledger, "run-1", "run-2")
     with receiver(500, 503) as operators:

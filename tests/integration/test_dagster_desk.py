@@ -23,7 +23,7 @@ from batch_pipeline.ledger.records import BatchStatus
 from batch_pipeline.results.audit import audit
 from batch_pipeline.settings import CONFIG_VARIABLE
 from batch_pipeline.store import ObjectStore
-from sensors.alarms import raise_run_failed
+from sensors.alarms import Seen, raise_run_failed
 from sensors.progress import observations
 from tests.fakes.code_location import CodeLocation
 from tests.fakes.engine import running
@@ -95,6 +95,17 @@ class Desk:
             if found.asset_key == dg.AssetKey(asset) and found.partition in (batch_id, None):
                 verdicts[found.check_name] = found.passed
         return verdicts
+
+    def evaluated(self, run: dg.ExecuteInProcessResult) -> list[tuple[str, str]]:
+        """Return partition and name of each check that a run has evaluated."""
+        return sorted((one.partition or "", one.check_name) for one in run.get_asset_check_evaluations())
+
+    def workers_check(self) -> bool:
+        """Return what Dagster shows of the check that is about all models: its newest record, which has a verdict."""
+        check = dg.AssetCheckKey(dg.AssetKey("chunk_results"), "every_model_has_workers")
+        (newest,) = self.instance.event_log_storage.get_asset_check_execution_history(check, limit=1)
+        assert newest.status != AssetCheckExecutionRecordStatus.PLANNED
+        return newest.status == AssetCheckExecutionRecordStatus.SUCCEEDED
 
     def on_time(self, batch_id: str) -> bool:
         """Return what Dagster has as the newest verdict on whether a batch is in time."""
@@ -185,7 +196,7 @@ def test_what_is_committed_runs_again_only_where_it_is_asked_for_and_the_batch_i
     first, _ = desk.ledger.chunks.lease("slow worker", MODEL, 2)
     desk.ledger.chunks.release(first.ref, "it gave way")
     anew = {"run_again": True, "wait_minutes": 0.0001}
-    with pytest.raises(TimeoutError, match="still open"):
+    with pytest.raises(dg.Failure, match="still open"):
         desk.location.launch("chunk_results", batch_id, **anew)
     (lane,) = desk.ledger.batches.lanes(batch_id)
     assert (lane.pending, lane.leased) == (2, 0), "the chunk that was being run is to be run again"
@@ -290,10 +301,23 @@ def test_every_field_that_a_launch_can_set_is_explained(desk: Desk) -> None:
 def test_a_launch_with_a_wrong_value_says_which_field_and_changes_nothing(desk: Desk) -> None:
     batch_id = desk.take_in("waiting", line("a"))
     before = desk.ledger.batches.get(batch_id)
-    for field, value in (("wait_minutes", 0), ("priority", "high"), ("run_agan", True)):
+    for field, value in (
+        ("wait_minutes", 0),
+        ("priority", "high"),
+        ("priority", 1001),
+        ("run_agan", True),
+        ("run_again_model_version", "1"),
+    ):
         with pytest.raises(Exception, match=field):
             desk.location.launch("chunk_results", batch_id, **{field: value})
     assert desk.ledger.batches.get(batch_id) == before
+    with pytest.raises(dg.Failure) as refused:
+        desk.location.launch("chunk_results", batch_id, wait_minutes=0)
+    assert refused.value.description == (
+        "the config of this launch cannot be used, and nothing was changed: wait_minutes is 0.0: input should be "
+        "greater than 0"
+    )
+    assert refused.value.allow_retries is False
 
 
 def test_only_results_of_the_named_version_run_again(desk: Desk) -> None:
@@ -302,7 +326,103 @@ def test_only_results_of_the_named_version_run_again(desk: Desk) -> None:
     desk.ledger.chunks.commit(first.ref, result_of(first))
     anew = {"run_again": True, "wait_minutes": 0.0001}
     for version, pending in (("another", 1), ("1", 2)):
-        with pytest.raises(TimeoutError, match="still open"):
+        with pytest.raises(dg.Failure, match="still open"):
             desk.location.launch("chunk_results", batch_id, run_again_model_version=version, **anew)
         (lane,) = desk.ledger.batches.lanes(batch_id)
         assert lane.pending == pending, version
+
+
+def test_a_backfill_passes_over_batches_that_are_over_or_unknown_and_names_them(desk: Desk, capfd: Any) -> None:
+    first, over, last = (desk.take_in(name, line(name)) for name in ("first", "over", "last"))
+    desk.ledger.batches.cancel(over)
+    desk.work()
+    desk.instance.add_dynamic_partitions("batches", ["slip"])
+    for _ in range(3):
+        for merge in desk.location.tick("batch_progress"):
+            desk.location.execute(merge)
+    assert desk.ledger.batches.get(over).status == BatchStatus.CANCELLED
+    keys = desk.instance.get_dynamic_partitions("batches")
+    assert set(keys) == {first, over, last, "slip"}
+    run = desk.location.backfill("chunk_results", keys)
+    shown = {event.partition for event in run.asset_materializations_for_node("chunk_results")}
+    assert shown == {first, last}
+    assert f"2 of 4 batches were skipped, see above why: {over}, slip" in capfd.readouterr().err
+    with pytest.raises(dg.Failure, match="its results are final and never change"):
+        desk.location.backfill("chunk_results", keys, run_again=True)
+    with desk.ledger._database.write() as tx:  # housekeeping has been there
+        tx.connection.exec_driver_sql(
+            f"UPDATE batches SET archived_at = ended_at, files_removed_at = ended_at WHERE batch_id = '{first}'"
+        )
+    run = desk.location.backfill("chunk_results", keys)
+    assert [event.partition for event in run.asset_materializations_for_node("chunk_results")] == [last]
+    assert "3 of 4 batches were skipped" in capfd.readouterr().err
+    with pytest.raises(dg.Failure, match="were removed"):
+        desk.location.launch("chunk_results", first)
+
+
+@pytest.mark.parametrize("asset", ASSETS[1:])
+def test_a_partition_that_is_no_batch_fails_with_one_sentence(desk: Desk, asset: str) -> None:
+    desk.instance.add_dynamic_partitions("batches", ["slip"])
+    with pytest.raises(dg.Failure) as failed:
+        desk.location.launch(asset, "slip")
+    assert failed.value.description == "no batch slip. The key of a partition is a batch's id: this one is none"
+    assert failed.value.allow_retries is False
+
+
+def test_a_launch_of_chunk_results_tells_its_checks(desk: Desk) -> None:
+    one, two = (desk.take_in(name, line(name)) for name in ("one", "two"))
+    desk.work()
+    of_batch = ("no_chunk_given_up", "on_time", "requests_answered")
+    of_all = ("", "every_model_has_workers")
+    run = desk.location.launch("chunk_results", one)
+    assert desk.evaluated(run) == [of_all, *((one, name) for name in of_batch)]
+    assert desk.on_time(one) is True
+    assert desk.workers_check() is True
+    run = desk.location.backfill("chunk_results", desk.instance.get_dynamic_partitions("batches"))
+    assert desk.evaluated(run) == [of_all, *sorted((batch, name) for batch in (one, two) for name in of_batch)]
+
+
+def test_checks_of_batches_by_hand_evaluate_what_was_selected_and_ask_for_a_partition(desk: Desk) -> None:
+    batch_id = desk.take_in("one", line("a"))
+    run = desk.location.check("chunk_results", "on_time", batch_id=batch_id)
+    assert desk.evaluated(run) == [(batch_id, "on_time")]
+    run = desk.location.check("request_chunks", "lines_valid", batch_id=batch_id)
+    assert desk.evaluated(run) == [(batch_id, "lines_valid")]
+    for asset, check in (("chunk_results", "on_time"), ("request_chunks", "lines_valid")):
+        with pytest.raises(dg.Failure, match="this run has no partition: launch their asset for a batch"):
+            desk.location.check(asset, check)
+
+
+def test_by_hand_a_model_without_a_worker_is_a_fault_when_it_is_one_for_the_sensor(desk: Desk) -> None:
+    def looked_at(*, by_hand: bool) -> bool:
+        if by_hand:
+            desk.location.check("chunk_results", "every_model_has_workers")
+        else:
+            desk.location.tick("alarms", goes_on=True)
+        return desk.workers_check()
+
+    desk.take_in("waiting", line("a"))
+    assert looked_at(by_hand=True) is True, "it has not waited for long"
+    assert looked_at(by_hand=False) is True
+    long_ago = desk.ledger.now() - desk.location.settings.alarms.workerless_seconds - 1
+    desk.location.cursors["alarms"] = msgspec.json.encode(Seen({MODEL: long_ago})).decode()
+    assert looked_at(by_hand=False) is False
+    assert looked_at(by_hand=True) is False
+    desk.work()
+    assert desk.workers_check() is False, "nobody has looked since"
+    assert looked_at(by_hand=False) is True
+    assert looked_at(by_hand=True) is True
+
+
+def test_the_sensor_says_no_more_of_models_than_has_changed_in_dagster(desk: Desk) -> None:
+    check = dg.AssetCheckKey(dg.AssetKey("chunk_results"), "every_model_has_workers")
+
+    def evaluations() -> int:
+        return len(desk.instance.event_log_storage.get_asset_check_execution_history(check, limit=20))
+
+    for _ in range(3):
+        desk.location.tick("alarms", goes_on=True)
+    assert evaluations() == 1
+    desk.location.check("chunk_results", "every_model_has_workers")
+    desk.location.tick("alarms", goes_on=True)
+    assert evaluations() == 2

@@ -28,9 +28,14 @@ def test_dagster_plus_makes_the_same_pods() -> None:
 
 def test_dagster_says_what_the_settings_say(deployed: Settings) -> None:
     config, _ = dagster_instance_config(str(objects.DEPLOY))
-    limits = {limit["value"]: limit["limit"] for limit in config["concurrency"]["runs"]["tag_concurrency_limits"]}
+    limits = {
+        limit.get("value", limit["key"]): limit["limit"]
+        for limit in config["concurrency"]["runs"]["tag_concurrency_limits"]
+    }
+    of_operators = {limits.pop("dagster/backfill"), limits.pop("dagster/from_ui")}
     places = deployed.scheduling.runs_at_once
     assert limits == {"intake": places, "merge": places, "worker": deployed.scheduling.total_gpus}
+    assert min(of_operators) > 0
     longest = max(model.kubernetes.start_seconds for model in deployed.models.values())
     assert config["run_monitoring"]["start_timeout_seconds"] > longest
     slowest = max(model.kubernetes.grace_seconds for model in deployed.models.values())

@@ -90,6 +90,20 @@ def test_a_run_that_starts_or_is_being_ended_is_not_lost(run: dg.RunRecord) -> N
             "CreateContainerConfigError: no secret",
         ),
         ("Pod status: Failed: The node was low on memory.", "The node was low on memory."),
+        (
+            "\n\nDebug information for job dagster-run-1:\n\nJob status:\n - active=None\n - failed=None\n\n"
+            'FailedCreate: Error creating: pods "dagster-run-1-x" is forbidden: exceeded quota: gpus, requested: '
+            "requests.nvidia.com/gpu=1, used: requests.nvidia.com/gpu=8, limited: requests.nvidia.com/gpu=8\n\n"
+            "For more information about the failure, try running `kubectl describe job dagster-run-1` in your cluster.",
+            'FailedCreate: Error creating: pods "dagster-run-1-x" is forbidden: exceeded quota: gpus, requested: '
+            "requests.nvidia.com/gpu=1, used: requests.nvidia.com/gpu=8, limited: requests.nvidia.com/gpu=8",
+        ),
+        (
+            "\n\nDebug information for job dagster-run-1:\n\nJob status:\n - active=1\n\n"
+            "SuccessfulCreate: Created pod: dagster-run-1-x\n\nFor more information about the failure, ...",
+            None,
+        ),
+        ("\n\nDebug information for job j:\n\nCould not find job j\n\nFor more information ...", None),
         ("", None),
     ],
 )
