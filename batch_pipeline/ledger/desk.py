@@ -40,7 +40,14 @@ class Settled(NamedTuple):
 
 
 _PAGE = 1000
-_DONE = sa.func.coalesce(sa.func.sum(lanes.c.completed + lanes.c.failed), 0)
+# Of one batch after the other: for a sum by group SQLite would read all batches there ever were, in the groups' order.
+_DONE = (
+    sa.select(sa.func.sum(lanes.c.completed + lanes.c.failed))
+    .where(lanes.c.batch_id == batches.c.batch_id)
+    .correlate(batches)
+    .scalar_subquery()
+)
+"""Requests of a batch that have ended; null where it has no chunks."""
 _RUNNING = (
     is_open,
     batches.c.status == BatchStatus.IN_PROGRESS,
@@ -67,14 +74,14 @@ class Desk:
         with self._database.read() as tx:
             query = (
                 sa.select(batches.c.batch_id, requests.label("requests"), _DONE.label("done"))
-                .join(lanes, lanes.c.batch_id == batches.c.batch_id)
                 .where(
-                    *_RUNNING, requests > 0, sa.func.coalesce(batches.c.observed_at, 0.0) <= tx.now - interval_seconds
+                    *_RUNNING,
+                    requests > 0,
+                    sa.func.coalesce(batches.c.observed_at, 0.0) <= tx.now - interval_seconds,
+                    # Multiplied, not divided: sums are decimals in one database and whole numbers in the other.
+                    (batches.c.observed_step + 1) * requests <= _DONE * STEPS,
                 )
-                .group_by(batches.c.batch_id, batches.c.total, batches.c.invalid, batches.c.observed_step)
-                # Multiplied, not divided: sums are decimals in one database and whole numbers in the other.
-                .having((batches.c.observed_step + 1) * requests <= _DONE * STEPS)
-                .order_by(sa.func.coalesce(sa.func.max(batches.c.observed_at), 0.0), batches.c.batch_id)
+                .order_by(sa.func.coalesce(batches.c.observed_at, 0.0), batches.c.batch_id)
                 .limit(limit)
             )
             return [
@@ -125,9 +132,7 @@ class Desk:
                 (batches.c.total - batches.c.invalid).label("requests"),
                 _DONE.label("done"),
             )
-            .join(lanes, lanes.c.batch_id == batches.c.batch_id)
-            .where(*_RUNNING, where)
-            .group_by(batches.c.batch_id)
+            .where(*_RUNNING, _DONE.is_not(None), where)
             .order_by(batches.c.deadline_at, batches.c.batch_id)
             .limit(_PAGE)
         )

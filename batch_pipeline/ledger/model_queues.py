@@ -53,7 +53,6 @@ _QUEUED = (
         is_undecided,
         batches.c.status == sa.literal_column("'in_progress'"),
     )
-    .order_by(batches.c.batch_id)
 )
 _Made = TypeVar("_Made")
 
@@ -95,7 +94,8 @@ class Queues:
 
 
 def _read(tx: Transaction, model: str) -> ModelQueue:
-    found = tx.connection.execute(_QUEUED, {"of_model": model}).all()
+    # Put in order here: for an order of the batches' keys SQLite would read all batches there ever were.
+    found = sorted(tx.connection.execute(_QUEUED, {"of_model": model}), key=lambda row: str(row.batch_id))
     known = (
         sa.select(workers)
         .where(workers.c.seen_at > tx.now - SPEEDS_COUNT_SECONDS)
