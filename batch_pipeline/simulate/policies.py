@@ -21,14 +21,16 @@ class Order(StrEnum):
 
 
 class Policy(msgspec.Struct, frozen=True, kw_only=True):
-    """Ours, where nothing else is said. Which workers run is decided alike for all."""
+    """Ours, where nothing else is said."""
 
     name: str
     meaning: str
     order: Order = Order.FAIR
     helps_at_risk: bool = True
     has_slack: bool = True
-    """Whether slack orders the batches of a customer; else they go first come, first served."""
+    """Whether slack orders the batches of a customer, and late batches get GPUs of other models; else they go first
+    come, first served, and get none.
+    """
     has_habits: bool = True
     """Whether estimates learn what answers really take; else they stay at max_tokens."""
     has_weights: bool = True
@@ -66,7 +68,11 @@ POLICIES = {
         Policy(name="edf", meaning="earliest deadline first", order=Order.DEADLINE),
         Policy(name="round-robin", meaning="a chunk of each customer in turn", order=Order.ROUND_ROBIN),
         Policy(name="no-at-risk", meaning="ours, batches at risk get no help", helps_at_risk=False),
-        Policy(name="no-slack", meaning="ours, first come, first served inside a customer", has_slack=False),
+        Policy(
+            name="no-slack",
+            meaning="ours, first come first served inside a customer; late batches move no GPUs",
+            has_slack=False,
+        ),
         Policy(name="no-habits", meaning="ours, estimates do not learn what answers take", has_habits=False),
         Policy(name="no-weights", meaning="ours, all customers weigh the same", has_weights=False),
         Policy(name="no-floor", meaning="ours, whoever stays away saves up credit", has_floor=False),

@@ -9,9 +9,10 @@ import pytest
 
 from batch_pipeline.ledger import Ledger
 from batch_pipeline.ledger.records import WorkerState
+from batch_pipeline.live import LiveHours
 from batch_pipeline.models import Model
 from batch_pipeline.results.status import StatusDocument, current_status
-from batch_pipeline.settings import Scheduling, Settings
+from batch_pipeline.settings import Live, Scheduling, Settings
 from tests.fakes.clock import SteppedClock
 from tests.fakes.ledger_values import MODEL, intake_result, new_batch
 
@@ -87,3 +88,10 @@ def test_a_worker_that_is_there_goes_on_whatever_the_catalogue_says_by_now(
         assert service.status(settings).warning is None
     service.clock.advance(61)
     assert service.status(Settings(models={})).warning == REMOVED, "it is lost"
+
+
+def test_gpus_that_live_traffic_has_by_the_schedule_are_no_free_ones(service: Service) -> None:
+    service.has_worker(WorkerState.STOPPED)
+    assert service.status(CATALOGUE).estimated_finish_at is not None, "a worker is to come, as fast as the one before"
+    always = Live(schedule=[LiveHours(hours="00:00-24:00", gpus=1)])
+    assert service.status(msgspec.structs.replace(CATALOGUE, live=always)).estimated_finish_at is None
