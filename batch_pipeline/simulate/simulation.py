@@ -348,10 +348,10 @@ class _Simulation:
             for backlog in backlogs:
                 finishes = self._forecasting.finishes(backlog, left, available, self._now)
                 self._accuracy.look(self._queues[backlog.model].open_batches(), finishes, self._now)
-            # The service looks every few seconds, as here where several models have work.
-            has_rivals = self._policy.has_slack and len(backlogs) > 1
-            now, looked = self._now, self._forecasting.workers_in_time
-            self._in_time = looked(backlogs, left, available, now) if has_rivals else {}
+            self._in_time = {}
+            # As the service does, which looks every few seconds: only where models want each other's GPUs.
+            if self._policy.has_slack and len(backlogs) > 1:
+                self._in_time = self._forecasting.workers_in_time(backlogs, left, available, self._now)
 
     def _switching(self) -> SwitchingRules:
         scheduling = self._workload.scheduling
