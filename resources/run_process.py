@@ -16,6 +16,7 @@ from dagster._core.execution.retries import RetryMode
 from dagster._core.executor.in_process import InProcessExecutor
 from sqlalchemy.exc import SQLAlchemyError
 
+from batch_pipeline import interrupts
 from batch_pipeline.plain import one_line
 
 log = logging.getLogger(__name__)
@@ -32,9 +33,12 @@ class RunProcess(InProcessExecutor):
     """Executes the steps in this process; a signal that ends it is no failure of the run."""
 
     def execute(self, plan_context: PlanOrchestrationContext, execution_plan: ExecutionPlan) -> Iterator[DagsterEvent]:
-        """Execute all steps. A signal that came while the process was starting counts too: Dagster keeps it."""
+        """Execute all steps. A signal that came while the process was starting counts too: Dagster keeps it; and one
+        that comes while a step begins is kept for whoever looks.
+        """
         try:
-            yield from super().execute(plan_context, execution_plan)
+            with interrupts.kept():
+                yield from super().execute(plan_context, execution_plan)
         except dg.DagsterExecutionInterruptedError:
             note_preemption(plan_context.instance, plan_context.run_id)
             raise

@@ -88,7 +88,7 @@ def alarms_sensor(settings: Settings) -> dg.SensorDefinition:
     def alarms_(context: dg.SensorEvaluationContext, service: Service) -> dg.SensorResult:
         parts = service.open()
         # As `gpu_workers` does: a limit that was changed by hand would else stay while that sensor is switched off.
-        keep_pool_limits(context.instance, settings)
+        keep_pool_limits(context.instance, settings, only_known=True)
         changes = alarms.look_at_risks(parts.ledger, parts.settings)
         for change in changes:
             verdict = Verdict(check=Check.ON_TIME, passed=change.on_time, text=change.text)

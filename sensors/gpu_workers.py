@@ -131,10 +131,15 @@ def _for_single_batches(ledger: Ledger, settings: Settings, look: _Look) -> list
     return [dedicated_request(one.model, one.batch_id) for one in made for _ in range(one.workers)]
 
 
-def keep_pool_limits(instance: dg.DagsterInstance, settings: Settings) -> None:
-    """Make each pool's limit what the catalogue says; writes only where they differ."""
+def keep_pool_limits(instance: dg.DagsterInstance, settings: Settings, *, only_known: bool = False) -> None:
+    """Make each pool's limit what the catalogue says; writes only where they differ.
+
+    With `only_known` no pool is made: two sensors that make the same one at the same moment fail.
+    """
     limits = {pool.name: pool.limit for pool in instance.event_log_storage.get_pool_limits()}
     for name, model in settings.models.items():
+        if only_known and pool_name(name) not in limits:
+            continue
         if limits.get(pool_name(name)) != model.pool_limit:
             instance.event_log_storage.set_concurrency_slots(pool_name(name), model.pool_limit)
 
