@@ -50,8 +50,7 @@ class PodLauncher(K8sRunLauncher):
         should have ended some time ago is on a node that is gone: nobody will ever say how it ended, and the run would
         keep its place for as long as the node is away.
         """
-        namespace = self.get_container_context_for_run(run).namespace or ""
-        job = get_job_name_from_run_id(run.run_id)  # type: ignore[no-untyped-call]
+        job, namespace = self._job_of(run)
         try:
             status = self._api_client.get_job_status(job, namespace)
             is_lost = status is not None and not status.active and self._is_overdue(status, job, namespace)
@@ -66,6 +65,11 @@ class PodLauncher(K8sRunLauncher):
             return CheckRunHealthResult(WorkerStatus.FAILED, "its Job has ended, and the run has not")
         return CheckRunHealthResult(WorkerStatus.RUNNING)
 
+    def _job_of(self, run: DagsterRun) -> tuple[str, str]:
+        """Return the name of a run's Job, and its namespace."""
+        job: str = get_job_name_from_run_id(run.run_id)  # type: ignore[no-untyped-call]
+        return job, self.get_container_context_for_run(run).namespace or ""
+
     def _is_overdue(self, status: Any, job: str, namespace: str) -> bool:
         """Whether all pods of a Job should have ended OVERDUE_SECONDS ago; asks for them only where some are ending."""
         if not status.terminating:
@@ -78,8 +82,7 @@ class PodLauncher(K8sRunLauncher):
 
     def end_of_pod(self, run: DagsterRun) -> PodEnd | None:
         """Return how the pod of a run has ended; None where it may still run. Raises what Kubernetes' client raises."""
-        namespace = self.get_container_context_for_run(run).namespace or ""
-        job = get_job_name_from_run_id(run.run_id)  # type: ignore[no-untyped-call]
+        job, namespace = self._job_of(run)
         status = self._api_client.get_job_status(job, namespace)
         if status is None:
             return PodEnd.NO_JOB

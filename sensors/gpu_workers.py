@@ -120,13 +120,12 @@ def _for_single_batches(ledger: Ledger, settings: Settings, look: _Look) -> list
     held = sum(capacity.workers * capacity.gpus_per_worker for capacity in capacities)
     models = [backlog.model for backlog in look.backlogs if backlog.model not in look.pausing]
     tags = [record.dagster_run.tags for records in look.runs.values() for record in records]
-    now = ledger.now()
     made = dedications(
-        late_batches(models, now, ledger=ledger, settings=settings),
+        late_batches(models, look.now, ledger=ledger, settings=settings),
         Counter(tag[DEDICATED_TAG] for tag in tags if DEDICATED_TAG in tag),
         capacities,
         Bounds(most=most, free_gpus=max(look.gpus - held, 0)),
-        now,
+        look.now,
     )
     return [dedicated_request(one.model, one.batch_id) for one in made for _ in range(one.workers)]
 
@@ -261,9 +260,7 @@ def _with_late(
     now: float,
 ) -> list[Backlog]:
     """Return what waits with the workers that late batches need beside those that are launched and not known yet."""
-    needed = late_workers(
-        late, {capacity.model: capacity.pool_limit - capacity.workers for capacity in capacities}, now
-    )
+    needed = late_workers(late, capacities, now)
     known = Counter(holder.model for holder in holders if not holder.is_dedicated)
     coming = {capacity.model: max(capacity.shared - known[capacity.model], 0) for capacity in capacities}
     return [

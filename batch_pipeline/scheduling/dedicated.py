@@ -77,12 +77,13 @@ def dedications(
     return made
 
 
-def late_workers(late: Sequence[LateBatch], room: Mapping[str, int], now: float) -> dict[str, int]:
+def late_workers(late: Sequence[LateBatch], capacities: Sequence[Capacity], now: float) -> dict[str, int]:
     """Return, for models with late batches, how many more workers bring them in time: what the neediest of each needs.
 
-    `room` is how many more each model may have. A batch that would need more than that is not counted: workers that do
-    not save its deadline had better serve others.
+    A batch that would need more than its model's pool has left is not counted: workers that do not save its deadline
+    had better serve others.
     """
+    room = {capacity.model: capacity.pool_limit - capacity.workers for capacity in capacities}
     found: dict[str, int] = {}
     for batch in late:
         needed = needed_workers(batch, now)

@@ -50,9 +50,9 @@ class Forecasting:
     ) -> dict[str, int]:
         """Return how many shared workers the models with late batches need, with those that they have."""
         late = [one for backlog in backlogs for one in self._late(backlog, left, available, now)]
-        capacities = {made.model: made for made in self._fleet.capacities()}
-        room = {model: made.pool_limit - made.workers for model, made in capacities.items()}
-        return {model: capacities[model].shared + more for model, more in late_workers(late, room, now).items()}
+        capacities = self._fleet.capacities()
+        needed = late_workers(late, capacities, now)
+        return {made.model: made.shared + needed[made.model] for made in capacities if made.model in needed}
 
     def dedications(
         self, backlogs: Sequence[Backlog], left: Mapping[str, int], available: int, now: float

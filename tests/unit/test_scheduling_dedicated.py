@@ -66,9 +66,10 @@ def test_where_there_is_no_time_to_load_there_is_none() -> None:
 
 
 def test_a_model_needs_what_the_neediest_of_its_late_batches_does_that_can_be_saved() -> None:
-    assert late_workers([LATE, large("large")], {"m": 3}, 0.0) == {"m": 2}
-    assert late_workers([LATE, large("large")], {"m": 1}, 0.0) == {"m": 1}
-    assert late_workers([LATE], {"m": 0}, 0.0) == {}
+    one_left, full = (msgspec.structs.replace(POOL, pool_limit=limit) for limit in (2, 1))
+    assert late_workers([LATE, large("large")], [POOL], 0.0) == {"m": 2}
+    assert late_workers([LATE, large("large")], [one_left], 0.0) == {"m": 1}
+    assert late_workers([LATE], [full], 0.0) == {}
     in_time = msgspec.structs.replace(LATE, finish_at=900.0)
     too_late = msgspec.structs.replace(LATE, deadline_at=50.0)
-    assert late_workers([in_time, too_late], {"m": 3}, 0.0) == {}
+    assert late_workers([in_time, too_late], [POOL], 0.0) == {}
