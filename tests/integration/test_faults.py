@@ -68,7 +68,8 @@ def test_6_at_the_deadline_what_is_finished_comes_back_and_the_rest_is_expired_a
     requests = [chat_request(index, f"[[hang]] {index}" if index >= 20 else f"say {index}") for index in range(40)]
     batch = make_batch(ledger, store, [requests[:20], requests[20:]], window_seconds=3600)
     with fake_engine.running() as fake:
-        worker = make_worker(ledger, store, quick(settings), attached(fake.url))
+        # One chunk after the other: of two that are loaded at once either may be there first, and fill the engine.
+        worker = make_worker(ledger, store, quick(settings, leases=1), attached(fake.url))
         with in_thread(worker):
             wait_until(lambda: fake.stats().answered == 20 and fake.stats().in_flight == 16, "the rest hangs")
             ledger.workers.ask_to_leave(worker.worker_id)
