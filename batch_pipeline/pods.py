@@ -12,6 +12,8 @@ import msgspec
 
 HAND_BACK_SECONDS = 15
 """What a worker needs after its grace: to checkpoint, to hand its leases back, and for Dagster to note the end."""
+LEAST_KEPT_SECONDS = 300
+"""Run monitoring reads from an ended Job how its run ended: it must be there for several of its rounds."""
 WEIGHTS_URL = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](?:/[^/\s]+)+/?")
 _QUANTITY = re.compile(r"[0-9]+(?:\.[0-9]+)?(?:m|k|[KMGTP]i?)?")
 
@@ -56,6 +58,8 @@ class Kubernetes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How long node, images and weights may take. Dagster's `start_timeout_seconds` must be more: the
     sensor ends the Job with the run, Dagster leaves it.
     """
+    keep_ended_seconds: int = 3600
+    """How long a Job that has ended stays to be looked at; the ledger and Dagster have the history."""
     memory: str = "16Gi"
     """Of the engine, `shared_memory` included."""
     cpu: str = "4"
@@ -81,6 +85,8 @@ class Runs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     grace_seconds: int = 30
     longest_seconds: int = 21_600
     """A run that takes longer is ended; what it did is kept, and it is requested again."""
+    keep_ended_seconds: int = 3600
+    """As for a worker's Job."""
 
 
 def check_kubernetes(where: str, pod: Kubernetes, worker_grace_seconds: float) -> list[str]:
@@ -90,6 +96,7 @@ def check_kubernetes(where: str, pod: Kubernetes, worker_grace_seconds: float) -
         problems.append(f"{where}.gpus must be at least 1")
     if pod.start_seconds < 1:
         problems.append(f"{where}.start_seconds must be at least 1")
+    problems += _check_kept(where, pod.keep_ended_seconds)
     if pod.engine_user < 0:
         problems.append(f"{where}.engine_user must be 0 or more")
     if worker_grace_seconds + HAND_BACK_SECONDS > pod.grace_seconds:
@@ -114,10 +121,16 @@ def check_kubernetes(where: str, pod: Kubernetes, worker_grace_seconds: float) -
 
 def check_runs(runs: Runs) -> list[str]:
     """Return what is wrong with the table of the other runs' pods."""
-    problems = []
+    problems = _check_kept("runs", runs.keep_ended_seconds)
     for field in ("intake_memory", "intake_cpu", "merge_memory", "merge_cpu", "scratch"):
         problems += _check_quantity(f"runs.{field}", getattr(runs, field))
     return problems
+
+
+def _check_kept(where: str, seconds: int) -> list[str]:
+    if seconds >= LEAST_KEPT_SECONDS:
+        return []
+    return [f"{where}.keep_ended_seconds must be at least {LEAST_KEPT_SECONDS}: how a run ended is read from its Job"]
 
 
 def _check_quantity(field: str, text: str) -> list[str]:

@@ -31,8 +31,6 @@ CONFIG_TAG = "dagster-k8s/config"
 ROLE_LABEL = "batch-pipeline/role"
 """Of every pod of ours, for network policies: worker, intake or merge."""
 MODEL_LABEL = "batch-pipeline/model"
-TTL_SECONDS = 3600
-"""How long a Job that has ended can be looked at; the ledger and Dagster have the history."""
 DEADLINE_MARGIN_SECONDS = 600
 _PROBE_SECONDS = 10
 _DEAD_PROBES = 12
@@ -78,7 +76,15 @@ def worker_tags(name: str, model: Model, worker: Worker) -> dict[str, Any]:
         spec["security_context"] = {"fs_group": pod.engine_user, "fs_group_change_policy": "OnRootMismatch"}
     longest = pod.start_seconds + model.engine_start_seconds + worker.lifetime_seconds
     deadline = int(longest) + pod.grace_seconds + DEADLINE_MARGIN_SECONDS
-    return _tags("worker", container, spec, deadline, {MODEL_LABEL: name[:63].rstrip("-._")})
+    labels = {MODEL_LABEL: name[:63].rstrip("-._")}
+    return _tags(
+        "worker",
+        container,
+        spec,
+        deadline_seconds=deadline,
+        keep_ended_seconds=pod.keep_ended_seconds,
+        labels=labels,
+    )
 
 
 def intake_tags(settings: Settings) -> dict[str, Any]:
@@ -105,21 +111,27 @@ def intake_tags(settings: Settings) -> dict[str, Any]:
             spec["volumes"].append(_claim(volume, pod.model_volume_claim, read_only=True))
         container["volume_mounts"].append(_model_mount(volume, model))
     spec["init_containers"] = init_containers
-    return _tags("intake", container, spec, runs.longest_seconds)
+    return _tags(
+        "intake", container, spec, deadline_seconds=runs.longest_seconds, keep_ended_seconds=runs.keep_ended_seconds
+    )
 
 
 def merge_tags(settings: Settings) -> dict[str, Any]:
     """Return the tags of the merge job: a CPU pod with scratch space."""
     runs = settings.runs
     container, spec = _cpu_pod(runs, runs.merge_cpu, runs.merge_memory, settings.intake.scratch_dir)
-    return _tags("merge", container, spec, runs.longest_seconds)
+    return _tags(
+        "merge", container, spec, deadline_seconds=runs.longest_seconds, keep_ended_seconds=runs.keep_ended_seconds
+    )
 
 
 def _tags(
     role: str,
     container: dict[str, Any],
     spec: dict[str, Any],
+    *,
     deadline_seconds: int,
+    keep_ended_seconds: int,
     labels: dict[str, str] | None = None,
 ) -> dict[str, Any]:
     config = {
@@ -128,7 +140,7 @@ def _tags(
         "pod_template_spec_metadata": {"labels": {ROLE_LABEL: role, **(labels or {})}},
         "job_spec_config": {
             "backoff_limit": 0,
-            "ttl_seconds_after_finished": TTL_SECONDS,
+            "ttl_seconds_after_finished": keep_ended_seconds,
             "active_deadline_seconds": deadline_seconds,
             "pod_replacement_policy": "Failed",
         },

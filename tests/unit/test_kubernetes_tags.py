@@ -16,6 +16,7 @@ from dagster_k8s.job import (
 
 import assets
 from batch_pipeline.models import Kubernetes, Model
+from batch_pipeline.pods import Runs
 from batch_pipeline.settings import Settings, Worker, check
 from resources.kubernetes import CONFIG_TAG, ENGINE_PORT, ENGINE_URL_VARIABLE, intake_tags, merge_tags, worker_tags
 
@@ -24,6 +25,7 @@ POD = Kubernetes(
     node_selector={"gpu": "l4"},
     tolerations=[{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
     grace_seconds=45,
+    keep_ended_seconds=900,
 )
 MODEL = Model(source="/models/small", context_length=2048, engine_arguments=["--dtype", "bfloat16"], kubernetes=POD)
 FETCHED = {"weights_url": "s3://weights/small", "weights_image": "orchestrator:1", "weights_secret": "weights"}
@@ -107,7 +109,7 @@ def test_the_pod_is_placed_and_ended_as_the_catalogue_says() -> None:
     assert pod["termination_grace_period_seconds"] == 45
     assert pod["restart_policy"] == "Never"
     assert spec["backoff_limit"] == 0
-    assert spec["ttl_seconds_after_finished"] == 3600
+    assert spec["ttl_seconds_after_finished"] == 900
     assert spec["pod_replacement_policy"] == "Failed"
 
 
@@ -204,6 +206,15 @@ def test_entries_of_the_catalogue_with_the_same_weights_share_a_mount() -> None:
     assert len(pod["init_containers"]) == 1
 
 
+def test_the_other_runs_end_and_are_kept_as_their_table_says() -> None:
+    runs = Runs(longest_seconds=7200, keep_ended_seconds=600)
+    for tags in (intake_tags(Settings(runs=runs)), merge_tags(Settings(runs=runs))):
+        spec = render(tags)["spec"]
+        assert (spec["active_deadline_seconds"], spec["ttl_seconds_after_finished"]) == (7200, 600)
+    (problem,) = check(Settings(models={"small": MODEL}, runs=Runs(keep_ended_seconds=0)))
+    assert problem.startswith("runs.keep_ended_seconds must be at least 300")
+
+
 def test_scratch_may_be_a_volume_of_its_own() -> None:
     settings = Settings()
     settings = msgspec.structs.replace(
@@ -231,6 +242,7 @@ def test_tags_are_the_same_for_the_same_model() -> None:
         ({"weights_url": "s3://weights/small"}, "weights_image must name"),
         ({"engine_user": -1}, "engine_user must be"),
         ({"start_seconds": 0}, "start_seconds must be"),
+        ({"keep_ended_seconds": 299}, "keep_ended_seconds must be at least 300"),
     ],
 )
 def test_a_pod_that_cannot_be_is_refused_when_the_configuration_is_read(fields: dict[str, Any], said: str) -> None:
