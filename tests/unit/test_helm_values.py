@@ -26,6 +26,15 @@ def test_dagster_plus_makes_the_same_pods() -> None:
     assert theirs == {key: value for key, value in ours.items() if key not in of_the_launcher}
 
 
+def test_dagster_plus_has_the_same_places_and_patience() -> None:
+    theirs = yaml.safe_load((objects.DEPLOY / "dagster_plus_settings.yaml").read_text(encoding="utf-8"))
+    ours = yaml.safe_load(DAGSTER)
+    assert theirs["concurrency"] == ours["concurrency"]
+    assert theirs["run_monitoring"].items() <= ours["run_monitoring"].items()
+    assert {"start_timeout_seconds", "cancel_timeout_seconds"} <= set(theirs["run_monitoring"])
+    assert theirs["run_retries"]["max_retries"] == ours.get("run_retries", {}).get("max_retries", 0)
+
+
 def test_dagster_says_what_the_settings_say(deployed: Settings) -> None:
     config, _ = dagster_instance_config(str(objects.DEPLOY))
     limits = {

@@ -211,7 +211,7 @@ def test_the_other_runs_end_and_are_kept_as_their_table_says() -> None:
     for tags in (intake_tags(Settings(runs=runs)), merge_tags(Settings(runs=runs))):
         spec = render(tags)["spec"]
         assert (spec["active_deadline_seconds"], spec["ttl_seconds_after_finished"]) == (7200, 600)
-    (problem,) = check(Settings(models={"small": MODEL}, runs=Runs(keep_ended_seconds=0)))
+    (problem,) = check(Settings(models={"small": MODEL}, runs=Runs(keep_ended_seconds=60)))
     assert problem.startswith("runs.keep_ended_seconds must be at least 300")
 
 
