@@ -1,23 +1,33 @@
-"""The simulator and the service are given the same work: the ledger leases chunks in the order that was simulated."""
+"""The simulator and the service are given the same work: chunks are leased in the order that was simulated.
+
+Once by the ledger alone, which sees the simulated times; and once by a worker on a fake engine, which takes its own.
+"""
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 from batch_pipeline.ledger import Ledger
 from batch_pipeline.ledger.leasing import Policy
 from batch_pipeline.ledger.records import ChunkResult, IntakeResult, Lease, NewChunk, WorkerState
-from batch_pipeline.settings import Intake, Scheduling
+from batch_pipeline.settings import Intake, Scheduling, Settings
 from batch_pipeline.simulate import OURS, POLICIES, Workload, simulate
-from batch_pipeline.simulate.arrivals import SimulatedBatch, draw
+from batch_pipeline.simulate.arrivals import SimulatedBatch, draw, weights_of
 from batch_pipeline.simulate.paper import PaperLease
 from batch_pipeline.simulate.workload import Customers, ListedBatch, SimulatedModel, Spread
+from batch_pipeline.store import ObjectStore
+from tests.fakes import engine as fake_engine
+from tests.fakes.batches import chat_request, make_batch
 from tests.fakes.clock import SteppedClock
 from tests.fakes.ledger_values import finish, new_batch
+from tests.fakes.workers import MODEL as FAKE_MODEL
+from tests.fakes.workers import attached, make_worker, quick
 
 MODEL = "m"
 WORKERS = 2
@@ -184,3 +194,88 @@ def test_the_service_leases_chunks_in_the_order_that_was_simulated(
     service.run(draw(workload))
     assert len(simulated) == sum(batch.chunks for batch in draw(workload))
     assert service.leased == simulated
+
+
+ANSWER_TOKENS = 6
+"""Of each answer of the fake engine."""
+PROMPT_TOKENS = 2 + 4
+"""Of "say it", as the fake engine counts them."""
+
+
+def of_the_fake_engine(name: str, weight: float, *batches: tuple[float, int, float]) -> Customers:
+    """A customer whose requests cost on paper what they cost in the fake engine; batches as in `customer`."""
+    return Customers(
+        name=name,
+        weight=weight,
+        models={FAKE_MODEL: 1.0},
+        prompt_tokens=Spread(median=float(PROMPT_TOKENS)),
+        max_tokens=ANSWER_TOKENS,
+        output_share=Spread(median=1.0),
+        batches=[ListedBatch(at_hours=at / 3600, requests=count, window_hours=window) for at, count, window in batches],
+    )
+
+
+def test_a_worker_runs_chunks_in_the_order_that_was_simulated(
+    sqlite_url: str, store: ObjectStore, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights, deadlines within a customer, one that comes late and one that comes back."""
+    workload = Workload(
+        name="ordered",
+        gpus=1,
+        models={
+            FAKE_MODEL: SimulatedModel(
+                prompt_tokens_per_second=64.0, output_tokens_per_second=64.0, loading_seconds=16.0
+            )
+        },
+        customers=[
+            of_the_fake_engine("acme", 1.0, (0.0, 60, 24.0), (0.0, 40, 12.0)),
+            of_the_fake_engine("bolt", 3.0, (0.0, 90, 20.0), (0.0, 45, 6.0)),
+            of_the_fake_engine("core", 1.0, (25.3, 20, 18.0), (25.3, 10, 9.0), (39.7, 33, 8.0)),
+        ],
+        intake=Intake(chunk_requests=5, chunk_tokens=5 * (PROMPT_TOKENS + ANSWER_TOKENS)),
+        scheduling=Scheduling(chunks_per_worker=1),
+    )
+    times: list[float] = []
+    simulated: list[tuple[str, str, int]] = []
+
+    def observe(now: float, lease: PaperLease) -> None:
+        times.append(now)
+        simulated.append((lease.batch.customer, lease.batch.batch_id, lease.chunk))
+
+    report = simulate(workload, POLICIES[OURS], observe=observe)
+    assert (report.met, report.expired) == (report.batches, 0)
+
+    ledger = Ledger.open(sqlite_url, clock=SteppedClock())
+    to_come = draw(workload)
+    names: dict[str, str] = {}
+    leased: list[tuple[str, str, int]] = []
+    lease_of_the_ledger = ledger.chunks.lease
+
+    def lease(*args: Any, **options: Any) -> list[Lease]:
+        # On paper the first so many leases were given before it came.
+        while to_come and sum(at < to_come[0].created_at for at in times) <= len(leased):
+            batch = to_come.pop(0)
+            names[submit(ledger, store, batch)] = batch.batch_id
+            ledger.customers.set(batch.customer, weight=weights_of(workload)[batch.customer], limits={})
+        found = lease_of_the_ledger(*args, **options)
+        leased.extend((each.customer, names[each.ref.batch_id], each.ref.chunk) for each in found)
+        return found
+
+    monkeypatch.setattr(ledger.chunks, "lease", lease)
+    with fake_engine.running() as fake:
+        made = make_worker(ledger, store, quick(settings, leases=1), attached(fake.url)).run()
+    assert made.chunks == len(simulated) == sum(batch.chunks for batch in draw(workload))
+    assert leased == simulated
+    ledger.close()
+
+
+def submit(ledger: Ledger, store: ObjectStore, batch: SimulatedBatch) -> str:
+    """Make a batch of the service of a simulated one; return its id there."""
+    requests = [
+        msgspec.structs.replace(chat_request(index, "say it", ANSWER_TOKENS), prompt_tokens=PROMPT_TOKENS)
+        for index in range(batch.requests)
+    ]
+    size = batch.chunk_requests
+    chunks = [requests[first : first + size] for first in range(0, len(requests), size)]
+    window = round(batch.deadline_at - batch.created_at)
+    return make_batch(ledger, store, chunks, customer=batch.customer, window_seconds=window).batch_id
