@@ -9,11 +9,12 @@ same bytes to the same keys; after it, the batch is on its way and a repeated ru
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 
@@ -103,9 +104,11 @@ def _write_all(
 ) -> list[NewChunk]:
     """Write all chunk inputs, several at once; returns when the last one is stored. Memory: a segment, a few chunks."""
     chunks: list[NewChunk] = []
+    prefixes: list[tuple[str, int] | None] = []
     with ThreadPoolExecutor(_WRITERS, thread_name_prefix="intake-write") as writers:
         under_way: deque[Future[None]] = deque()
-        for model, rows in _cuts(batch, table, descriptor, settings):
+        for model, prefix, rows in _cuts(batch, table, descriptor, settings):
+            prefixes.append(None if prefix is None else (model, prefix))
             key = keys.chunk_input(batch.batch_id, len(chunks))
             chunks.append(_described(len(chunks), model, key, rows))
             if len(under_way) > _WRITERS:
@@ -113,10 +116,27 @@ def _write_all(
             under_way.append(writers.submit(_put, store, key, rows, descriptor, batch.endpoint))
         for writing in under_way:
             writing.result()
-    return chunks
+    groups = prefix_groups(prefixes)
+    return [
+        chunk if group is None else msgspec.structs.replace(chunk, prefix_group=group)
+        for chunk, group in zip(chunks, groups, strict=True)
+    ]
 
 
-def _cuts(batch: Batch, table: RequestTable, descriptor: int, settings: Settings) -> Iterator[tuple[str, pa.Table]]:
+def prefix_groups(prefixes: Sequence[tuple[str, int] | None]) -> list[int | None]:
+    """Return the number of the first chunk with the same model and prefix, for each that has it with others."""
+    first: dict[tuple[str, int], int] = {}
+    for number, prefix in enumerate(prefixes):
+        if prefix is not None:
+            first.setdefault(prefix, number)
+    sizes = Counter(prefixes)
+    return [None if prefix is None or sizes[prefix] == 1 else first[prefix] for prefix in prefixes]
+
+
+def _cuts(
+    batch: Batch, table: RequestTable, descriptor: int, settings: Settings
+) -> Iterator[tuple[str, int | None, pa.Table]]:
+    """Yield model, long prefix and rows of each chunk."""
     for segment in table.segments(settings.intake.segment_requests):
         segment = segment.combine_chunks()  # noqa: PLW2901 - the same rows, in one piece
         twins = first_twins(segment, descriptor, batch.endpoint) if shares_identical(batch.metadata) else None
@@ -124,7 +144,7 @@ def _cuts(batch: Batch, table: RequestTable, descriptor: int, settings: Settings
         if twins is not None:
             columns = columns.append_column(TWIN, pa.array(twins))
         for chunk in cut(segment, settings.intake, twins):
-            yield chunk.model, columns.take(pa.array(chunk.rows))
+            yield chunk.model, chunk.prefix, columns.take(pa.array(chunk.rows))
 
 
 def _described(number: int, model: str, key: str, rows: pa.Table) -> NewChunk:

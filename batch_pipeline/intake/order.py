@@ -25,6 +25,7 @@ _SMALL_GROUP_SHARE = 4
 _MODEL_FACTOR = np.uint64(0xD6E8FEB86659FD93)
 """Makes the same prefix before two models two prefixes."""
 _ROW_BITS = 31
+_NO_PREFIX = np.uint64(0)
 
 Rows = npt.NDArray[np.int64]
 
@@ -45,6 +46,8 @@ class Cut(NamedTuple):
 
     model: str
     rows: Rows
+    prefix: int | None
+    """A hash of the long prefix that more than half of its requests have; None where there is none."""
 
 
 def order(segment: pa.Table) -> OrderedSegment:
@@ -125,6 +128,9 @@ def cut(segment: pa.Table, limits: Intake, twins: Rows | None = None) -> Iterato
     model_ends = np.append(np.flatnonzero(np.diff(codes)) + 1, len(codes))
     leaf_starts = np.searchsorted(ordered.leaves, ordered.leaves, side="left")
     leaf_ends = np.searchsorted(ordered.leaves, ordered.leaves, side="right")
+    at_1024, at_4096 = (segment.column(name).to_numpy()[ordered.rows] for name in DEPTHS[-2:])
+    # A text that ends before a depth stands for itself: it is no long prefix, however many have it.
+    long_prefixes = np.where(at_1024 == at_4096, _NO_PREFIX, at_4096)
     token_sums, byte_sums = (np.concatenate(([0], np.cumsum(column))) for column in (tokens, lengths))
     start = 0
     while start < len(codes):
@@ -141,8 +147,17 @@ def cut(segment: pa.Table, limits: Intake, twins: Rows | None = None) -> Iterato
             spared = start < earlier < end and (end - earlier) * _SMALL_GROUP_SHARE <= end - start
             if spared and later - earlier <= limits.chunk_requests:
                 end = earlier
-        yield Cut(names[codes[start]], _run_order(ordered, slice(start, end), prompts[start:end]))
+        prefix = _most_common(long_prefixes[start:end])
+        yield Cut(names[codes[start]], _run_order(ordered, slice(start, end), prompts[start:end]), prefix)
         start = end
+
+
+def _most_common(prefixes: npt.NDArray[np.uint64]) -> int | None:
+    """Return the prefix of more than half of a chunk's requests; these are neighbours, so it is in the middle."""
+    middle = prefixes[len(prefixes) // 2]
+    if middle == _NO_PREFIX or 2 * np.count_nonzero(prefixes == middle) <= len(prefixes):
+        return None
+    return int(middle)
 
 
 def _run_order(ordered: OrderedSegment, here: slice, prompt_tokens: Rows) -> Rows:

@@ -396,6 +396,7 @@ def _insert_chunks(tx: Transaction, batch: Any, new: list[records.NewChunk], sta
                 tokens=tokens,
                 customer=batch.customer,
                 deadline_at=batch.deadline_at,
+                prefix_groups=len({chunk.prefix_group for chunk in of_model if chunk.prefix_group is not None}),
             )
         )
     for model, floor in floors.items():

@@ -29,11 +29,39 @@ _FREE = (
     .limit(sa.bindparam("most"))
     .with_for_update(skip_locked=True)
 )
-# In Postgres an array, which is made once: rows locked by a subquery that is run again would be others.
-_IS_FREE = {
-    "sqlite": chunks.c.chunk.in_(_FREE),
-    "postgresql": chunks.c.chunk == sa.any_(sa.func.array(_FREE.scalar_subquery())),
-}
+_HELD = chunks.alias("held")
+_IS_MINE = _HELD.c.worker_id == sa.bindparam("by_worker")
+
+
+def _groups_held(who: sa.ColumnElement[bool]) -> sa.Select[Any]:
+    """Return the groups of the batch of which somebody holds chunks now."""
+    return sa.select(_HELD.c.prefix_group).where(
+        _HELD.c.batch_id == sa.bindparam("of_batch"),
+        _HELD.c.model == sa.bindparam("of_model"),
+        _HELD.c.state == sa.literal_column("'leased'"),
+        _HELD.c.prefix_group.is_not(None),
+        who,
+    )
+
+
+# A worker goes on with the long prefixes that its engine has in its cache. Who has none begins one that nobody has; and
+# where all are under way, others help: nobody is idle for the sake of a cache.
+_FREE_BY_GROUP = _FREE.order_by(None).order_by(
+    sa.case(
+        (chunks.c.prefix_group.in_(_groups_held(_IS_MINE)), 0),
+        (chunks.c.prefix_group.in_(_groups_held(~_IS_MINE)), 2),
+        else_=1,
+    ),
+    chunks.c.chunk,
+)
+
+
+def _is_one_of(free: sa.Select[Any]) -> dict[str, sa.ColumnElement[bool]]:
+    # In Postgres an array, which is made once: rows locked by a subquery that is run again would be others.
+    return {
+        "sqlite": chunks.c.chunk.in_(free),
+        "postgresql": chunks.c.chunk == sa.any_(sa.func.array(free.scalar_subquery())),
+    }
 
 
 def _leased_now(ratio: sa.ColumnElement[float]) -> dict[str, Any]:
@@ -53,13 +81,20 @@ _TAKEN = (
     *(chunks.c.batch_id, chunks.c.chunk, chunks.c.token, chunks.c.input_key, chunks.c.requests),
     *(chunks.c.prompt_tokens, chunks.c.max_output_tokens, chunks.c.parts, chunks.c.expires_at),
 )
-_TAKE = {
-    dialect: chunks.update()
-    .where(chunks.c.batch_id == sa.bindparam("of_batch"), is_free)
-    .values(**_leased_now(sa.bindparam("ratio", type_=sa.Double)))
-    .returning(*_TAKEN)
-    for dialect, is_free in _IS_FREE.items()
-}
+
+
+def _take_of_one(free: sa.Select[Any]) -> dict[str, Any]:
+    return {
+        dialect: chunks.update()
+        .where(chunks.c.batch_id == sa.bindparam("of_batch"), is_free)
+        .values(**_leased_now(sa.bindparam("ratio", type_=sa.Double)))
+        .returning(*_TAKEN)
+        for dialect, is_free in _is_one_of(free).items()
+    }
+
+
+_TAKE = _take_of_one(_FREE)
+_TAKE_BY_GROUP = _take_of_one(_FREE_BY_GROUP)
 _GIVEN = rows.given(
     sa.column("of_batch", chunks.c.batch_id.type), sa.column("most", sa.Integer), sa.column("ratio", sa.Double)
 )
@@ -195,6 +230,8 @@ class _Found(NamedTuple):
     endpoint: str
     ratio: float
     """Tokens that are expected to be used for each estimated one."""
+    has_groups: bool
+    """Whether some of its chunks share a long prefix."""
 
     def expected(self, row: Any) -> float:
         """Return the tokens that a chunk of the batch is expected to use."""
@@ -271,13 +308,16 @@ def _found(row: Any, ratio: float) -> _Found:
         deadline_at=row.deadline_at,
         created_at=row.created_at,
     )
-    return _Found(waiting, CustomerShare(weight=row.weight, served=row.served), row.endpoint, ratio)
+    return _Found(
+        waiting, CustomerShare(weight=row.weight, served=row.served), row.endpoint, ratio, row.prefix_groups > 0
+    )
 
 
 def _take(tx: Transaction, taker: Taker, picks: Sequence[Pick], found: Mapping[str, _Found]) -> dict[str, list[Any]]:
     """Lock the first free chunks of each batch and lease them; those that somebody else has locked are skipped.
 
-    What each is charged stands in its row, for `counters` to correct once it is known what it used.
+    Which are the first is the policy's `_FREE_BY_GROUP` where chunks share long prefixes: that reads all pending chunks
+    of the batch. What each is charged stands in its row, for `counters` to correct once it is known what it used.
     """
     by_taker = {
         "of_model": taker.model,
@@ -285,16 +325,28 @@ def _take(tx: Transaction, taker: Taker, picks: Sequence[Pick], found: Mapping[s
         "by_run": taker.run_id,
         "until": taker.expires_at,
     }
-    given = [{"of_batch": pick.batch_id, "most": pick.chunks, "ratio": found[pick.batch_id].ratio} for pick in picks]
-    if len(given) > 1 and tx.is_postgres:
-        taken = tx.connection.execute(_TAKE_OF_EACH, {rows.GIVEN: rows.json(given), **by_taker}).all()
+    by_group: list[dict[str, Any]] = []
+    in_order: list[dict[str, Any]] = []
+    for pick in picks:
+        batch = found[pick.batch_id]
+        of_kind = by_group if batch.has_groups else in_order
+        of_kind.append({"of_batch": pick.batch_id, "most": pick.chunks, "ratio": batch.ratio})
+    taken = _take_one_by_one(tx, _TAKE_BY_GROUP, by_group, by_taker)
+    if len(in_order) > 1 and tx.is_postgres:
+        taken += tx.connection.execute(_TAKE_OF_EACH, {rows.GIVEN: rows.json(in_order), **by_taker}).all()
     else:
-        take = _TAKE[tx.connection.dialect.name]
-        taken = [row for each in given for row in tx.connection.execute(take, {**each, **by_taker})]
+        taken += _take_one_by_one(tx, _TAKE, in_order, by_taker)
     got: dict[str, list[Any]] = {pick.batch_id: [] for pick in picks}
     for row in sorted(taken, key=lambda row: int(row.chunk)):
         got[row.batch_id].append(row)
     return got
+
+
+def _take_one_by_one(
+    tx: Transaction, take: dict[str, Any], given: Sequence[dict[str, Any]], by_taker: dict[str, Any]
+) -> list[Any]:
+    statement = take[tx.connection.dialect.name]
+    return [row for each in given for row in tx.connection.execute(statement, {**each, **by_taker})]
 
 
 def _record(tx: Transaction, taker: Taker, taken: list[Any]) -> None:

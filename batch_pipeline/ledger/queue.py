@@ -63,6 +63,7 @@ _COLUMNS = (
     lanes.c.pending_tokens,
     lanes.c.requests,
     lanes.c.tokens,
+    lanes.c.prefix_groups,
     _ANSWERED.label("answered"),
     (lanes.c.input_tokens + lanes.c.output_tokens).label("used"),
     customers.c.weight,

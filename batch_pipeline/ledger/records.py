@@ -231,6 +231,8 @@ class NewChunk(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     max_output_tokens: int
     """Both are estimates for the scheduler, of all its requests together."""
+    prefix_group: int | None = None
+    """Number of the first chunk whose requests mostly have the same long prefix; None where no other chunk has it."""
 
 
 class IntakeResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -343,6 +345,8 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     result: ChunkResult | None
     committed_at: float | None
     last_error: str | None
+    prefix_group: int | None = None
+    """As in NewChunk; not known any more once it has left the ledger."""
 
 
 class Lane(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
-SCHEMA_VERSION = 9
+SCHEMA_VERSION = 10
 """`upgrade` brings older tables to it."""
 
 metadata = sa.MetaData()
@@ -161,6 +161,9 @@ chunks = sa.Table(
     sa.Column("committed_at", sa.Double),
     sa.Column("last_error", sa.Text, comment="Why the newest lease ended without a commit"),
     sa.Column("charged", sa.Double, comment="Tokens that its customer was charged for it so far; null for none"),
+    sa.Column(
+        "prefix_group", sa.Integer, comment="First of the chunks with its long prefix; null where it has its own"
+    ),
 )
 is_pending = chunks.c.state == sa.literal_column("'pending'")
 is_leased = chunks.c.state == sa.literal_column("'leased'")
@@ -173,6 +176,16 @@ sa.Index(
     sqlite_where=is_pending,
 )
 sa.Index("chunks_leased", chunks.c.expires_at, postgresql_where=is_leased, sqlite_where=is_leased)
+is_leased_of_group = is_leased & chunks.c.prefix_group.is_not(None)
+sa.Index(
+    "chunks_leased_of_group",
+    chunks.c.batch_id,
+    chunks.c.model,
+    chunks.c.worker_id,
+    chunks.c.prefix_group,
+    postgresql_where=is_leased_of_group,
+    sqlite_where=is_leased_of_group,
+)
 
 lanes = sa.Table(
     "lanes",
@@ -194,6 +207,7 @@ lanes = sa.Table(
     sa.Column("tokens", sa.BigInteger, comment="Estimate of all its requests, prompt and answer"),
     sa.Column("customer", sa.String(64), nullable=False, server_default="", comment="Its batch's, as the next"),
     sa.Column("deadline_at", sa.Double, nullable=False, server_default="0"),
+    sa.Column("prefix_groups", sa.Integer, nullable=False, server_default="0", comment="Of its chunks"),
 )
 is_waiting = lanes.c.pending > sa.literal_column("0")
 """Lanes with chunks that wait for a lease: only of batches in progress without an outcome."""

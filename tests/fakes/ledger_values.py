@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
+import msgspec
+
 from batch_pipeline import ids
 from batch_pipeline.ledger import Ledger
 from batch_pipeline.ledger.records import (
@@ -90,6 +92,16 @@ def submitted(
     """A batch in progress."""
     created = ledger.batches.create(new_batch(creation_key, customer, window_seconds=window_seconds))
     return ledger.batches.record_intake(created.batch_id, intake_result(models, prompt_tokens=prompt_tokens))
+
+
+def grouped(ledger: Ledger, key: str, groups: Sequence[int | None], customer: str = "acme") -> Batch:
+    """A batch in progress with a chunk for each entry: the first chunk of those with its long prefix, or none."""
+    created = ledger.batches.create(new_batch(key, customer))
+    found = intake_result([MODEL] * len(groups))
+    chunks = [
+        msgspec.structs.replace(chunk, prefix_group=group) for chunk, group in zip(found.chunks, groups, strict=True)
+    ]
+    return ledger.batches.record_intake(created.batch_id, msgspec.structs.replace(found, chunks=chunks))
 
 
 def result_of(lease: Lease, *, failed: int = 0, name: str = "") -> ChunkResult:

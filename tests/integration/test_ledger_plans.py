@@ -13,7 +13,7 @@ from batch_pipeline.ledger import Ledger, schema
 from batch_pipeline.ledger.leasing import Policy
 from tests.fakes.clock import SteppedClock
 from tests.fakes.ledger_statements import sent_by
-from tests.fakes.ledger_values import MODEL, result_of, submitted
+from tests.fakes.ledger_values import MODEL, grouped, result_of, submitted
 
 FINISHED = 4_000
 GROWING = {"batches", "chunks", "lanes", "events"}
@@ -25,6 +25,7 @@ OF_OPEN_WORK = {
     "batches_unshown",
     "chunks_pending",
     "chunks_leased",
+    "chunks_leased_of_group",
     "lanes_waiting_in_turn",
 }
 """Indexes that hold rows of unfinished work only (or of batches at risk until their end was told): reading one from end
@@ -40,6 +41,9 @@ def ledger(ledger_url: str) -> Iterator[Ledger]:
     _add_finished(ledger)
     for number in range(50):
         submitted(ledger, f"open-{number}", [MODEL] * 4, f"customer-{number % 7}")
+    of_prefixes = [grouped(ledger, f"prefixes-{number}", [0] * 10 + [10] * 10, "customer-8") for number in range(10)]
+    for lease in ledger.chunks.lease("w", MODEL, 20, [batch.batch_id for batch in of_prefixes]):
+        ledger.chunks.commit(lease.ref, result_of(lease))
     if ledger_url.startswith("postgresql"):
         with ledger._database.engine.begin() as connection:
             connection.exec_driver_sql("ANALYZE")
@@ -99,6 +103,9 @@ def test_no_statement_of_the_daily_work_scans_finished_work(ledger: Ledger) -> N
     work: dict[str, Callable[[], object]] = {
         "lease": lambda: ledger.chunks.lease("w", MODEL, 4),
         "lease of one batch": lambda: ledger.chunks.lease("w", MODEL, 4, batch_ids[:1]),
+        "lease of one with long prefixes": lambda: ledger.chunks.lease(
+            "w", MODEL, 4, [ledger.batches.recent(customer="customer-8", limit=1)[0].batch_id]
+        ),
         "heartbeat": lambda: ledger.workers.heartbeat("w", [lease.ref for lease in held]),
         "commit": lambda: ledger.chunks.commit(held[0].ref, result_of(held[0])),
         "commit of several": lambda: ledger.chunks.commit_all({lease.ref: result_of(lease) for lease in held[4:]}),

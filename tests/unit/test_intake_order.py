@@ -12,6 +12,7 @@ import pyarrow as pa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batch_pipeline.intake.chunks import prefix_groups
 from batch_pipeline.intake.order import Cut, cut, order, together
 from batch_pipeline.intake.table import SCHEMA
 from batch_pipeline.settings import Intake
@@ -98,6 +99,21 @@ def test_a_small_group_is_spared_by_a_slightly_earlier_cut() -> None:
     # Where it would cost too much of the chunk, the group is divided.
     rows = [{} for _ in range(4)] + [{"prefix": ["large group"]} for _ in range(9)]
     assert [len(cut.rows) for cut in chunks(rows, chunk_requests=10)] == [10, 3]
+
+
+def test_a_chunk_names_the_long_prefix_that_most_of_its_requests_share() -> None:
+    long = [{"prefix": ["a", "b", "c", name]} for name in ("d", "e") for _ in range(5)]
+    short: list[dict[str, Any]] = [{"prefix": ["a"]} for _ in range(5)]
+    one, mixed, other, none = chunks(long + short, chunk_requests=4)
+    assert one.prefix is not None
+    assert mixed.prefix not in (None, one.prefix)
+    assert other.prefix is None  # of two and two
+    assert none.prefix is None
+
+
+def test_chunks_with_one_long_prefix_are_a_group_named_by_its_first() -> None:
+    m, n = ("m", 7), ("n", 7)
+    assert prefix_groups([m, m, None, n, m, ("m", 8)]) == [0, 0, None, None, 0, None]
 
 
 ROWS = st.lists(
