@@ -34,10 +34,10 @@ class RunProcess(InProcessExecutor):
 
     def execute(self, plan_context: PlanOrchestrationContext, execution_plan: ExecutionPlan) -> Iterator[DagsterEvent]:
         """Execute all steps. A signal that came while the process was starting counts too: Dagster keeps it; and one
-        that comes while a step begins is kept for whoever looks.
+        whose error is lost on its way through somebody else's code is sent again, and kept for whoever looks.
         """
         try:
-            with interrupts.kept():
+            with interrupts.kept(dg.DagsterExecutionInterruptedError):
                 yield from super().execute(plan_context, execution_plan)
         except dg.DagsterExecutionInterruptedError:
             note_preemption(plan_context.instance, plan_context.run_id)

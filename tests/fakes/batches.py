@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import msgspec
 import pyarrow as pa
 
 from batch_pipeline import ids
 from batch_pipeline.ledger import Ledger
+from batch_pipeline.ledger.batches import Batches
+from batch_pipeline.ledger.database import Database, Transaction
 from batch_pipeline.ledger.records import Batch, Door, IntakeResult, NewBatch, NewChunk, OnInvalid
 from batch_pipeline.store import ObjectStore, keys
 from batch_pipeline.wire import chunk_files
@@ -51,21 +54,6 @@ def make_batch(
         for request in lines
     )
     etag = store.put(keys.input_file(batch_id), data)
-    ledger.batches.create(
-        NewBatch(
-            batch_id=batch_id,
-            customer=customer,
-            name=name,
-            door=Door.DROP,
-            endpoint=CHAT,
-            window_seconds=window_seconds,
-            on_invalid=OnInvalid.SKIP,
-            creation_key=f"test:{batch_id}",
-            input_key=keys.input_file(batch_id),
-            input_bytes=len(data),
-            input_etag=etag,
-        )
-    )
     recorded = []
     for number, requests in enumerate(chunks):
         store.put(keys.chunk_input(batch_id, number), chunk_input(requests))
@@ -81,6 +69,19 @@ def make_batch(
                 max_output_tokens=sum(request.max_tokens for request in requests),
             )
         )
+    new = NewBatch(
+        batch_id=batch_id,
+        customer=customer,
+        name=name,
+        door=Door.DROP,
+        endpoint=CHAT,
+        window_seconds=window_seconds,
+        on_invalid=OnInvalid.SKIP,
+        creation_key=f"test:{batch_id}",
+        input_key=keys.input_file(batch_id),
+        input_bytes=len(data),
+        input_etag=etag,
+    )
     result = IntakeResult(
         total=len(lines),
         invalid=0,
@@ -89,4 +90,19 @@ def make_batch(
         errors=[],
         chunks=recorded,
     )
-    return ledger.batches.record_intake(batch_id, result)
+    with ledger.batches._database.write() as tx:
+        # At once: of a batch without its intake a sensor that looks at this moment would request the intake.
+        batches = Batches(_Within(tx), ledger.batches._limits)
+        batches.create(new)
+        return batches.record_intake(batch_id, result)
+
+
+class _Within(Database):
+    """A database whose every transaction is part of one that is under way."""
+
+    def __init__(self, tx: Transaction) -> None:
+        self._tx = tx
+
+    @contextmanager
+    def write(self) -> Iterator[Transaction]:
+        yield self._tx

@@ -18,11 +18,12 @@ import pytest
 from batch_pipeline import settings as configuration
 from batch_pipeline.embedded.dagster_client import DagsterClient
 from batch_pipeline.embedded.ports import LOOPBACK, free_ports
-from batch_pipeline.embedded.processes import wait_for_end
+from batch_pipeline.embedded.processes import Identity, wait_for_end
 from batch_pipeline.embedded.stack import Stack
 from batch_pipeline.errors import OperatorError, SettingsError
 from batch_pipeline.models import Model
 from batch_pipeline.store.objects import ObjectStore
+from tests.chaos.parts import kill
 from tests.fakes.waiting import wait_until
 
 DEFINITIONS = "embedded_definitions"
@@ -76,8 +77,8 @@ def stack(stack_settings: configuration.Settings, folder: Path) -> Iterator[Stac
     patch.undo()
 
 
-def all_of(stack: Stack) -> list[psutil.Process]:
-    return [psutil.Process(member.pid) for service in stack.services for member in service.family()]
+def all_of(stack: Stack) -> list[Identity]:
+    return [member for service in stack.services for member in service.family()]
 
 
 def holding(folder: Path) -> set[int]:
@@ -106,7 +107,8 @@ def test_up_starts_all_parts_on_loopback_and_again_starts_none(
     stack.up(said.append)
     assert said == ["already running"]
     assert stack.running() == before
-    for process in all_of(stack):
+    for member in all_of(stack):
+        process = psutil.Process(member.pid)
         hosts = {c.laddr.ip for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN}
         assert hosts <= {LOOPBACK, f"::ffff:{LOOPBACK}"}, process.cmdline()
 
@@ -145,10 +147,7 @@ def test_run_beyond_the_pool_stays_queued_and_killed_code_server_loses_no_place(
     assert statuses(client) == {first: "STARTED", second: "QUEUED"}
 
     [code_server] = [service for service in stack.services if service.name == "dagster-code-server"]
-    family = code_server.family()
-    for process in family:
-        os.kill(process.pid, signal.SIGKILL)
-    assert wait_for_end(family, 20) == []
+    kill(code_server.family())
     said: list[str] = []
     stack.up(said.append)
     assert "cancelling 1 run(s) whose processes have gone" in said
@@ -167,7 +166,7 @@ def test_down_ends_runs_in_progress_and_leaves_no_process(stack: Stack, folder: 
     said: list[str] = []
     assert stack.down(said.append) is True
     assert "ending 1 run(s) in progress" in said
-    assert [process for process in family if process.is_running()] == []
+    assert wait_for_end(family, 0) == []
     assert all((folder / f"{pid}.ended").exists() for pid in running)
     assert set(stack.running().values()) == {None}
     said.clear()
@@ -188,7 +187,7 @@ def test_down_ends_everything_also_where_the_webserver_hangs(stack: Stack, monke
     said: list[str] = []
     assert stack.down(said.append) is True
     assert any("runs in progress will be killed" in line for line in said)
-    assert [process for process in family if process.is_running()] == []
+    assert wait_for_end(family, 0) == []
 
 
 def test_code_that_does_not_load_is_shown_and_nothing_is_left_running(

@@ -14,20 +14,26 @@ from tests.fakes.kubernetes import Cluster, Image, Node, running
 from tests.fakes.waiting import wait_until
 
 NAMESPACE = "default"
-# Each says what happens to it in the journal; "late" takes its time when it is told to end.
+# Each says what happens to it in the journal, and ends by itself, or once it is told to, when a file of these names is
+# there: a test's own steps take as long as they take.
 SCRIPT = """
-import signal, sys, time
+import os, signal, sys, time
+name, journal, ends_at, ends_told_at = sys.argv[1:]
 def say(word):
-    with open(sys.argv[2], "a") as journal: journal.write(sys.argv[1] + " " + word + chr(10))
+    with open(journal, "a") as file: file.write(name + " " + word + chr(10))
+def wait(file):
+    while not os.path.exists(file): time.sleep(0.01)
 def told(*_):
     say("told")
-    time.sleep(float(sys.argv[3]))
+    wait(ends_told_at)
     say("ends")
     sys.exit(0)
 signal.signal(signal.SIGTERM, told)
 say("starts")
-time.sleep(float(sys.argv[4]))
+wait(ends_at)
 """
+AT_ONCE = "/"
+NEVER = "/none such"
 
 
 class Client:
@@ -38,13 +44,17 @@ class Client:
         self.cluster = cluster
         self.jobs = kubernetes.client.BatchV1Api(client)
         self.core = kubernetes.client.CoreV1Api(client)
+        self.now = folder / "now"
+        """Those that wait for it end."""
         self._journal = folder / "journal.txt"
 
-    def container(self, name: str, *, ends_after: float = 600.0, ending: float = 0.0, **more: Any) -> dict[str, Any]:
-        command = ["python", "-c", SCRIPT, name, str(self._journal), str(ending), str(ends_after)]
+    def container(
+        self, name: str, *, ends: Path | str = NEVER, ends_told: Path | str = AT_ONCE, **more: Any
+    ) -> dict[str, Any]:
+        command = ["python", "-c", SCRIPT, name, str(self._journal), str(ends), str(ends_told)]
         return {"name": name, "image": "python", "command": command, **more}
 
-    def start(self, name: str, *, sidecar: dict[str, Any] | None = None, **main: Any) -> None:
+    def start(self, name: str, *, grace: int = 60, sidecar: dict[str, Any] | None = None, **main: Any) -> None:
         volumes = {
             "settings": {"configMap": {"name": "settings"}},
             "shared": {"emptyDir": {}},
@@ -53,7 +63,7 @@ class Client:
         gpu = {"resources": {"limits": {"nvidia.com/gpu": "1"}}}
         pod = {
             "restartPolicy": "Never",
-            "terminationGracePeriodSeconds": 2,
+            "terminationGracePeriodSeconds": grace,
             "initContainers": [] if sidecar is None else [sidecar],
             "containers": [self.container("main", **{**gpu, **main})],
             "volumes": [{"name": volume, **source} for volume, source in volumes.items()],
@@ -83,17 +93,18 @@ def client(tmp_path: Path) -> Iterator[Client]:
 
 
 def test_a_sidecar_is_told_to_end_after_the_worker_has_ended_and_a_job_fails_no_sooner(client: Client) -> None:
-    client.start("one", sidecar=client.container("side", restartPolicy="Always"), ending=0.5)
+    client.start("one", sidecar=client.container("side", restartPolicy="Always"), ends_told=client.now)
     wait_until(lambda: {"main starts", "side starts"} <= {*client.journal()}, "both have started")
     client.core.delete_namespaced_pod(client.pod("one").metadata.name, NAMESPACE)
     status = client.status("one")
     assert (status.active, status.terminating, status.failed, status.succeeded) == (None, 1, None, None)
+    client.now.touch()
     wait_until(lambda: client.status("one").succeeded == 1, "the job has ended")
     assert client.journal()[2:] == ["main told", "main ends", "side told", "side ends"]
 
 
 def test_who_does_not_end_within_the_grace_is_killed(client: Client) -> None:
-    client.start("slow", ending=600.0)
+    client.start("slow", grace=2, ends_told=NEVER)
     wait_until(lambda: "main starts" in client.journal(), "it has started")
     client.core.delete_namespaced_pod(client.pod("slow").metadata.name, NAMESPACE)
     wait_until(lambda: client.status("slow").failed == 1, "the job has failed")
@@ -101,20 +112,22 @@ def test_who_does_not_end_within_the_grace_is_killed(client: Client) -> None:
 
 
 def test_a_pod_waits_for_a_gpu_and_says_so(client: Client) -> None:
-    client.start("first", ends_after=1.0)
+    client.start("first", ends=client.now)
     wait_until(lambda: client.pod("first").status.phase == "Running", "it runs")
-    client.start("second", ends_after=0.0)
+    client.start("second", ends=AT_ONCE)
     assert client.pod("second").status.phase == "Pending"
     name = client.pod("second").metadata.name
     (event,) = client.core.list_namespaced_event(NAMESPACE, field_selector=f"involvedObject.name={name}").items
     assert (event.type, event.reason) == ("Warning", "FailedScheduling")
+    client.now.touch()
     wait_until(lambda: client.status("second").succeeded == 1, "the job has ended")
 
 
 def test_a_sidecar_that_ends_is_started_again_and_does_not_hold_up_the_end(client: Client) -> None:
-    client.start("loop", sidecar=client.container("side", restartPolicy="Always", ends_after=0.0), ends_after=1.5)
+    client.start("loop", sidecar=client.container("side", restartPolicy="Always", ends=AT_ONCE), ends=client.now)
+    wait_until(lambda: client.journal().count("side starts") >= 2, "it is started again")
+    client.now.touch()
     wait_until(lambda: client.status("loop").succeeded == 1, "the job has ended")
-    assert client.journal().count("side starts") >= 2
     assert client.pod("loop").status.init_container_statuses[0].restart_count >= 1
 
 
@@ -132,7 +145,7 @@ def test_the_pods_of_a_lost_node_seem_to_run_until_it_is_taken_out(client: Clien
 def test_a_watch_tells_of_every_change(client: Client) -> None:
     watch = kubernetes.watch.Watch()
     seen = []
-    client.start("seen", ends_after=0.0)
+    client.start("seen", ends=AT_ONCE)
     for event in watch.stream(client.core.list_namespaced_pod, NAMESPACE, timeout_seconds=60):
         seen.append(event["object"].status.phase)
         if seen[-1] == "Succeeded":

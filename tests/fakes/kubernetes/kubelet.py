@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from batch_pipeline.embedded.ports import free_ports
 from tests.fakes.kubernetes.containers import Image
 from tests.fakes.kubernetes.objects import Object, Objects, now
 from tests.fakes.kubernetes.pod import PodLife
@@ -48,6 +48,7 @@ class Kubelet:
         self._unreachable_seconds = unreachable_seconds
         self._lives: dict[str, PodLife] = {}
         """By the pod's uid."""
+        self._ports: set[int] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         objects.listeners.append(self._heard)
 
@@ -140,9 +141,18 @@ class Kubelet:
             pod["spec"]["nodeName"] = fitting[0].name
             uid = pod["metadata"]["uid"]
             volumes = Volumes(pod, self._objects, self._claims, self._folder / uid)
-            life = PodLife(pod, self._objects, self.images, volumes, port=_free_port(), folder=self._folder)
+            life = PodLife(pod, self._objects, self.images, volumes, port=self._new_port(), folder=self._folder)
             self._lives[uid] = life
             life.begin()
+
+    def _new_port(self) -> int:
+        """Return a port for a pod. Its program comes to it later, and again after a crash: until then no other pod may
+        take it, nor an outgoing connection, as it may one that the kernel has chosen.
+        """
+        while (port := free_ports(1)[0]) in self._ports:
+            continue
+        self._ports.add(port)
+        return port
 
     def _fits(self, pod: Object, node: Node) -> bool:
         selector = pod["spec"].get("nodeSelector") or {}
@@ -165,9 +175,3 @@ def _gpus(pod: Object) -> int:
     spec = pod["spec"]
     sidecars = [it for it in spec.get("initContainers", []) if it.get("restartPolicy") == "Always"]
     return sum(int(it.get("resources", {}).get("limits", {}).get(GPU, 0)) for it in [*sidecars, *spec["containers"]])
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -35,9 +35,12 @@ class PodLife:
         self._port = port
         self._folder = folder
         self._containers: list[Container] = []
+        self._births = asyncio.Lock()
+        """Held while a process is being started: whoever ends the pod waits for it, and can tell it."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._ends = False
         """Nothing is started any more."""
+        self._crashed = False
         self._frozen = False
         """Its node is gone: nothing is reported any more."""
 
@@ -55,6 +58,8 @@ class PodLife:
         self._ends = True
         loop = asyncio.get_running_loop()
         until = loop.time() + grace_seconds
+        async with self._births:
+            pass  # what is just being started is there then, and is told like the others
         await self._stop([it for it in self._containers if not it.is_sidecar], until)
         await self._stop(
             [it for it in self._containers if it.is_sidecar], max(until, loop.time() + _LEAST_GRACE_SECONDS)
@@ -64,7 +69,7 @@ class PodLife:
 
     def crash(self, *, report: bool) -> None:
         """Kill everything at once; without a report nobody hears of it."""
-        self._ends = True
+        self._ends = self._crashed = True
         if not report:
             self._frozen = True
             # What its processes do from now on is seen by nobody.
@@ -128,15 +133,24 @@ class PodLife:
         container = Container(given, variables, translate, self._port, self.log(given["name"]))
         self._containers.append(container)
         self.pod["status"].setdefault(statuses, []).append(container.status)
-        await container.start()
-        if self._ends:
-            # Asked to end while its process was being started: whoever asked has found none to tell.
-            container.terminate()
-        self._report()
+        if not await self._start(container):
+            return None
         for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
             if given.get(probe):
                 self._spawn(self._probe(container, probe))
         return container
+
+    async def _start(self, container: Container) -> bool:
+        """Start a container's process, unless the pod is to end; return whether it was started."""
+        async with self._births:
+            if self._ends:
+                return False
+            await container.start()
+            if self._crashed:
+                # Whoever has killed all the others has found none of this one.
+                container.kill()
+        self._report()
+        return True
 
     def _waits(self, given: Object, statuses: str, reason: str, message: str) -> None:
         state = {"waiting": {"reason": reason, "message": message}}
@@ -161,8 +175,8 @@ class PodLife:
             if self._ends:
                 return
             sidecar.status["restartCount"] += 1
-            await sidecar.start()
-            self._report()
+            if not await self._start(sidecar):
+                return
             pause = min(2 * pause or FIRST_BACKOFF_SECONDS, LONGEST_BACKOFF_SECONDS)
 
     async def _probe(self, container: Container, which: str) -> None:
