@@ -9,6 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 import sqlalchemy as sa
+from hypothesis import HealthCheck
+from hypothesis import settings as hypothesis_settings
 
 from batch_pipeline import settings as configuration
 from batch_pipeline.embedded import postgres, seaweedfs
@@ -19,6 +21,11 @@ from tests.fakes.databases import new_database
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 MODEL = "smollm2-135m"
+
+# How long an example takes is the machine's affair: hypothesis fails a test for one that takes 200 ms, as any may where
+# other processes have the processor.
+hypothesis_settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+hypothesis_settings.load_profile("untimed")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -148,8 +148,8 @@ def test_a_batch_from_its_creation_to_its_results(
     assert "params.max_tokens" in errors["c"].message
     batch_id = made.id.removeprefix("msg")
     assert verify(batch_id, ledger=ledger, store=store).holds
-    today = day_of(ledger.now())
-    [billed] = usage(ledger, store, first=today, last=today)
+    day = day_of(ledger.batches.get(batch_id).ended_at or 0.0)  # by now there may be another
+    [billed] = usage(ledger, store, first=day, last=day)
     spent = [results[custom_id].message.usage for custom_id in "ae"]
     assert billed.cached_tokens == sum(entry.cache_read_input_tokens for entry in spent)
     assert billed.input_tokens == billed.cached_tokens + sum(entry.input_tokens for entry in spent)

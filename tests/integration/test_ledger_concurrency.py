@@ -22,6 +22,7 @@ from batch_pipeline.ledger import Ledger, database, schema
 from batch_pipeline.ledger.records import BatchStatus, ChunkState, Lease, LeaseRef
 from tests.fakes.ledger_checks import assert_consistent
 from tests.fakes.ledger_values import CHUNK_TOKENS, MODEL, finish, part_of, result_of, submitted
+from tests.fakes.waiting import wait_until
 
 THREADS = 8
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -249,6 +250,9 @@ def test_a_process_killed_inside_a_transaction_has_changed_nothing_and_blocks_no
     assert [chunk.state for chunk in ledger.chunks.of(batch_id)] == before
     assert ledger.batches.get(batch_id).status == BatchStatus.IN_PROGRESS
     assert_consistent(ledger, batch_id)
+    # Until the server has heard of the death, the victim's chunks are locked: a lease does not wait for them, it goes
+    # without.
+    wait_until(lambda: not _transactions_of_others(ledger), "the server rolls back what the victim has begun")
     leases = ledger.chunks.lease("survivor", MODEL, 3)
     assert len(leases) == before.count(ChunkState.PENDING)
     for lease in leases:
@@ -259,3 +263,13 @@ def test_a_process_killed_inside_a_transaction_has_changed_nothing_and_blocks_no
     assert counted == before.count(ChunkState.LEASED) * CHUNK_TOKENS + len(leases) * 270.0, (
         "charged once, corrected once"
     )
+
+
+def _transactions_of_others(ledger: Ledger) -> int:
+    """How many connections of other programs are inside a transaction. SQLite's end with their process."""
+    if ledger._database.is_sqlite:
+        return 0
+    others = "datname = current_database() AND pid <> pg_backend_pid() AND state LIKE 'idle in transaction%%'"
+    with ledger._database.look() as connection:
+        found = connection.exec_driver_sql(f"SELECT count(*) FROM pg_stat_activity WHERE {others}")
+        return int(found.scalar_one())

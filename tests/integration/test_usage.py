@@ -16,12 +16,14 @@ import msgspec
 import polars as pl
 import pytest
 from dagster._core.errors import DagsterUnknownPartitionError
+from dagster._core.test_utils import freeze_time
 
 from batch_pipeline import housekeeping
 from batch_pipeline import settings as configuration
 from batch_pipeline.cli.program import run
 from batch_pipeline.errors import NotAllowedInState, ProofFailed
 from batch_pipeline.ledger import Ledger, schema
+from batch_pipeline.ledger.database import DatabaseClock
 from batch_pipeline.ledger.records import Batch, OnInvalid
 from batch_pipeline.models import Prices
 from batch_pipeline.results import outbox, usage_report
@@ -269,8 +271,19 @@ def test_bill_and_final_status_are_one_transaction(office: Office, monkeypatch: 
 
 
 @pytest.fixture
-def ended(settings: Settings, settings_file: Path, store: ObjectStore) -> Iterator[tuple[Callable[..., int], Batch]]:
-    """The command line, and a batch of the configuration's own ledger that ended today."""
+def moment(monkeypatch: pytest.MonkeyPatch) -> Iterator[datetime]:
+    """Now, by the clocks of the ledger's database and of Dagster: otherwise a day, or a month, may end in a test."""
+    now = datetime(2026, 11, 30, 23, 59, 59, tzinfo=UTC)
+    monkeypatch.setattr(DatabaseClock, "now", lambda *_: now.timestamp())
+    with freeze_time(now):
+        yield now
+
+
+@pytest.fixture
+def ended(
+    moment: datetime, settings: Settings, settings_file: Path, store: ObjectStore
+) -> Iterator[tuple[Callable[..., int], Batch]]:
+    """The command line, and a batch of the configuration's own ledger that has ended at this moment."""
     ledger = Ledger.from_settings(settings)
     chunks = [[0, 1]]
     batch, leases = answered.in_progress(ledger, store, chunks, invalid=[2])
