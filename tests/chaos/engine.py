@@ -62,7 +62,9 @@ def main() -> None:
     parser.add_argument("--host", required=True)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--served-model-name", dest="model", required=True)
-    parser.set_defaults(delay=float(os.environ[DELAY_VARIABLE]), spread=SPREAD, best=0, want=0, want_until=0)
+    parser.set_defaults(
+        delay=float(os.environ[DELAY_VARIABLE]), spread=SPREAD, best=0, want=0, want_until=0, hold_after=-1
+    )
     options, _ = parser.parse_known_args()
     with Path(os.environ[JOURNAL_VARIABLE]).open("ab") as file:
         asyncio.run(_serve(options, Journal(file, encoding="utf-8")))

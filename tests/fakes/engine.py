@@ -72,8 +72,9 @@ class Control(msgspec.Struct, forbid_unknown_fields=True):
     health_status: int = 200
     delay_seconds: float | None = None
     """Time that each answer takes from now on; null leaves it as it is."""
-    silent: bool = False
-    """Answer nobody."""
+    hold_after: int = -1
+    """Keep all calls waiting that come after so many since the start, until told otherwise; -1 for none. What is in
+    flight then does not hang on who was scheduled first."""
     live_running: int = 0
     """Live requests of others that run, as its metrics tell it; and those that wait."""
     live_waiting: int = 0
@@ -103,8 +104,6 @@ class Stats(msgspec.Struct):
     live_calls: int = 0
     connections: int = 0
     """That requests have come on."""
-    silenced: int = 0
-    """Requests that get no answer because of `silent`."""
     starved: int = 0
     """How often it waited in vain for more requests (see `--want`)."""
 
@@ -121,8 +120,10 @@ class FakeEngine:
         self._want_until = options.want_until
         self._waiting: deque[asyncio.Event] = deque()
         self._journal = journal
-        self._control = Control()
+        self._control = Control(hold_after=options.hold_after)
         self._control_until = float("inf")
+        self._was_told = asyncio.Event()
+        """Set, and replaced, whenever faults are set."""
         self._stats = Stats()
         self._peers: set[Any] = set()
 
@@ -149,6 +150,8 @@ class FakeEngine:
 
     def _set(self, control: Control) -> None:
         self._control = control
+        self._was_told.set()
+        self._was_told = asyncio.Event()
         self._control_until = time.monotonic() + control.refuse_seconds if control.refuse_seconds else float("inf")
         if control.delay_seconds is not None:
             self._delay_seconds = control.delay_seconds
@@ -156,6 +159,7 @@ class FakeEngine:
     async def _complete(self, path: str, request: web.BaseRequest) -> web.StreamResponse:
         stats = self._stats
         stats.calls += 1
+        call = stats.calls
         self._peers.add(request.transport and request.transport.get_extra_info("peername"))
         stats.connections = len(self._peers)
         stats.in_flight += 1
@@ -173,7 +177,7 @@ class FakeEngine:
             slower = control.batch_seconds if is_batch else slower
             if slower:
                 await asyncio.sleep(slower)
-            response = await self._answer(path, request, await request.read())
+            response = await self._answer(path, request, await request.read(), call)
             stats.answered += 1
             return response
         except asyncio.CancelledError:
@@ -216,7 +220,7 @@ class FakeEngine:
             if mine in self._waiting:
                 self._waiting.remove(mine)
 
-    async def _answer(self, path: str, request: web.BaseRequest, raw: bytes) -> web.StreamResponse:
+    async def _answer(self, path: str, request: web.BaseRequest, raw: bytes, call: int) -> web.StreamResponse:
         try:
             body = msgspec.json.decode(raw)
         except msgspec.DecodeError as error:
@@ -225,9 +229,8 @@ class FakeEngine:
         if self._journal is not None:
             self._journal.write(prompt.rpartition("\n")[2] + "\n")
             self._journal.flush()
-        if self._control.silent:
-            self._stats.silenced += 1
-            await asyncio.Event().wait()
+        while 0 <= self._control.hold_after < call:
+            await self._was_told.wait()
         if (refusal := self._refusal()) is not None:
             return refusal
         problem = _problem(path, body, self._model)
@@ -506,6 +509,7 @@ def main() -> None:
     parser.add_argument("--best", type=int, default=0, help="requests at once with which it does most")
     parser.add_argument("--want", type=int, default=0, help="answer only while so many are in flight")
     parser.add_argument("--want-until", type=int, default=0, help="so many calls; afterwards answer anyway")
+    parser.add_argument("--hold-after", type=int, default=-1, help="see Control.hold_after")
     parser.add_argument("--journal", help="a file, or tcp://HOST:PORT")
     parser.add_argument("--start-seconds", type=float, default=0.0, help="how long it takes to listen")
     asyncio.run(_serve(parser.parse_args()))

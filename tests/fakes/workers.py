@@ -5,16 +5,21 @@ As a program (`start_process`) it is a worker that can be killed and measured.
 
 from __future__ import annotations
 
+import itertools
 import resource
+import signal
+import sqlite3
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
+import sqlalchemy as sa
 
 from batch_pipeline import settings as configuration
 from batch_pipeline.engine import AttachedEngine, Engine, VllmServer
@@ -27,6 +32,7 @@ from batch_pipeline.wire import chunk_files
 from batch_pipeline.worker import Worker, WorkerReport
 from tests.fakes import engine as fake_engine
 from tests.fakes.memory import peak_bytes
+from tests.fakes.waiting import wait_until
 
 MODEL = fake_engine.MODEL
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -58,10 +64,11 @@ def quick(settings: Settings, *, model: dict[str, Any] | None = None, **worker: 
     )
 
 
-def child_engine(log: Path, *options: str, model: Model | None = None) -> VllmServer:
-    """Return an engine that starts a fake one as its child process."""
+def child_engine(log: Path, *options: str, model: Model | None = None, at_first: Sequence[str] = ()) -> VllmServer:
+    """Return an engine that starts a fake one as its child process; `at_first` are options of the first start alone."""
     catalogued = model or Model(source="none", context_length=fake_engine.CONTEXT, engine_start_seconds=60.0)
-    return VllmServer(MODEL, catalogued, log, command=lambda port: fake_engine.command(port, *options))
+    more = itertools.chain([at_first], itertools.repeat(()))
+    return VllmServer(MODEL, catalogued, log, command=lambda port: fake_engine.command(port, *options, *next(more)))
 
 
 def attached(url: str) -> AttachedEngine:
@@ -125,6 +132,41 @@ def start_process(config: Path, ledger_url: str, engine: str, **overrides: Any) 
     return subprocess.Popen(
         [sys.executable, "-m", "tests.fakes.workers", *arguments], stdout=subprocess.PIPE, cwd=REPOSITORY
     )
+
+
+def put_to_sleep(process: subprocess.Popen[bytes], ledger_url: str) -> None:
+    """SIGSTOP a worker between two of its transactions: asleep within one, it would keep all others waiting for it."""
+
+    def sleeps_outside() -> bool:
+        process.send_signal(signal.SIGSTOP)
+        wait_until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED, "the worker sleeps")
+        if _nobody_writes(ledger_url):
+            return True
+        process.send_signal(signal.SIGCONT)
+        return False
+
+    wait_until(sleeps_outside, "the worker sleeps, and in no transaction")
+
+
+def _nobody_writes(ledger_url: str) -> bool:
+    """Whether nobody has a transaction open that others would have to wait for."""
+    url = sa.make_url(ledger_url)
+    if url.get_backend_name() == "sqlite":
+        connection = sqlite3.connect(str(url.database), timeout=0.0, isolation_level=None)
+        try:
+            connection.execute("BEGIN IMMEDIATE")
+        except sqlite3.OperationalError:
+            return False
+        finally:
+            connection.close()
+        return True
+    engine = sa.create_engine(url, isolation_level="AUTOCOMMIT", poolclass=sa.NullPool)
+    open_ones = sa.text(
+        "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid() "
+        "AND backend_type = 'client backend' AND xact_start IS NOT NULL"
+    )
+    with engine.connect() as one:
+        return bool(one.execute(open_ones).scalar_one() == 0)
 
 
 def main() -> None:

@@ -169,7 +169,8 @@ def test_the_real_engine_loses_or_breaks_at_the_items_that_intake_refuses(real_u
 def test_the_real_engine_tells_its_load_and_takes_live_probes_and_priorities_as_the_fake_does(real_url: str) -> None:
     async def asked(url: str) -> tuple[Load, Load]:
         async with EngineClient(url) as client:
-            body = json.dumps({**ONCE, "max_tokens": 60, "ignore_eos": True}).encode()
+            # The fake takes its time for this one, so that nobody misses it.
+            body = json.dumps({**ONCE, "prompt": "[[slow:2]]", "max_tokens": 60, "ignore_eos": True}).encode()
             running = asyncio.create_task(client.complete(TEXT, body, 300.0, 100))
             seen = await read_load(url)
             while not seen.running and not running.done():

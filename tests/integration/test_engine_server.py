@@ -110,12 +110,13 @@ def test_an_engine_is_started_restarted_elsewhere_and_stopped(tmp_path: Path) ->
 
 def test_an_engine_that_is_never_ready_is_ended_and_its_log_is_named(tmp_path: Path) -> None:
     model = Model(source="none", context_length=8, engine_start_seconds=1.0)
+    log = tmp_path / "engine.log"
 
     async def live() -> None:
-        server = VllmServer(
-            MODEL, model, tmp_path / "engine.log", command=lambda _: ["sh", "-c", "echo still loading; sleep 600"]
-        )
+        server = VllmServer(MODEL, model, log, command=lambda _: ["sh", "-c", "echo still loading; sleep 600"])
         await server.start()
+        # The second is not to go by while the processes of the guard and of the engine start.
+        wait_until(lambda: "still loading" in log.read_text(), "the engine has said something")
         with pytest.raises(EngineError, match=r"not ready after 1 s .* still loading \(log: .*engine.log\)"):
             await server.wait_ready()
         assert not await server.alive()
@@ -161,13 +162,13 @@ def test_an_engine_that_says_it_is_not_well_is_not_alive() -> None:
 
 
 def test_no_answer_tells_whether_the_request_was_sent() -> None:
-    async def ask(url: str, prompt: str) -> None:
+    async def ask(url: str, prompt: str, seconds: float = 60.0) -> None:
         async with EngineClient(url) as client:
-            await client.complete("/v1/completions", b'{"prompt":"%s"}' % prompt.encode(), 0.5)
+            await client.complete("/v1/completions", b'{"prompt":"%s"}' % prompt.encode(), seconds)
 
     with fake_engine.running() as fake:
         with pytest.raises(AnswerTimeout, match="no answer within"):
-            asyncio.run(ask(fake.url, "[[hang]]"))
+            asyncio.run(ask(fake.url, "[[hang]]", 0.5))
         for prompt in ("[[reset]]", "[[die]]"):
             with pytest.raises(ConnectionLost) as broken:
                 asyncio.run(ask(fake.url, prompt))

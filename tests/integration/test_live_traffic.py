@@ -20,7 +20,7 @@ from batch_pipeline.settings import Settings
 from batch_pipeline.store import ObjectStore
 from tests.fakes import engine as fake_engine
 from tests.fakes.batches import chat_request, make_batch
-from tests.fakes.engine import MODEL, RunningFake
+from tests.fakes.engine import MODEL, RunningFake, Stats
 from tests.fakes.waiting import wait_until
 from tests.fakes.workers import attached, in_thread, lines_of, make_worker, quick
 
@@ -51,6 +51,8 @@ def test_it_takes_the_whole_engine_while_live_traffic_does_not_suffer(
 ) -> None:
     batch = make_batch(ledger, store, [[chat_request(index, f"say {index}") for index in range(1000)]])
     generous = shared(settings, fake, live_ttft_budget_seconds=30.0)
+    # Each stays for long: the way up takes about thirty measures, and there must be work left at its end.
+    fake.control(batch_seconds=1.0)
     with in_thread(make_worker(ledger, store, generous, attached(fake.url))):
         wait_until(lambda: fake.stats().max_batch_in_flight == 32, "it has all that it may")
         assert _detail(ledger) == ""
@@ -62,7 +64,9 @@ def test_it_takes_the_whole_engine_while_live_traffic_does_not_suffer(
 def test_a_stop_acts_at_once_says_why_and_what_was_taken_back_is_no_try_of_its_requests(
     ledger: Ledger, store: ObjectStore, settings: Settings, fake: RunningFake
 ) -> None:
-    batch = make_batch(ledger, store, [[chat_request(index, f"say {index}") for index in range(40)]])
+    # So many, and so slow, that there is work left when this test comes to make it slower.
+    fake.control(batch_seconds=0.5)
+    batch = make_batch(ledger, store, [[chat_request(index, f"say {index}") for index in range(300)]])
     # With one try each: whatever counted as a try would end as an error.
     configured = shared(settings, fake)
     once = msgspec.structs.replace(configured.worker, max_request_attempts=1)
@@ -70,7 +74,9 @@ def test_a_stop_acts_at_once_says_why_and_what_was_taken_back_is_no_try_of_its_r
     with in_thread(worker) as ends:
         wait_until(lambda: fake.stats().batch_in_flight >= 2, "batch requests are told from live ones")
         fake.control(batch_seconds=5.0)
-        wait_until(lambda: fake.stats().batch_in_flight >= 8, "many requests are in flight")
+        quick_ones = _batch_calls(fake.stats())
+        # Those that came before may be answered before the stop, and are not taken back then.
+        wait_until(lambda: _batch_calls(fake.stats()) >= quick_ones + 8, "many slow requests are in flight")
         fake.control(live_seconds=1.2)
         wait_until(lambda: "live traffic first: live requests wait" in _detail(ledger), "the ledger says why")
         wait_until(lambda: fake.stats().batch_in_flight <= 1, "all but the oldest were taken back")
@@ -78,14 +84,18 @@ def test_a_stop_acts_at_once_says_why_and_what_was_taken_back_is_no_try_of_its_r
         assert before.abandoned >= 7
         wait_until(lambda: fake.stats().live_calls > before.live_calls + 1, "live requests are slow once more")
         after = fake.stats()
-        assert after.calls - after.live_calls == before.calls - before.live_calls
+        assert _batch_calls(after) == _batch_calls(before)
         fake.control()
     (report,) = ends
     assert not isinstance(report, BaseException)
     lines = lines_of(ledger, store, batch.batch_id)
-    assert sorted(lines) == list(range(40))
+    assert sorted(lines) == list(range(300))
     assert all(line["response"]["status_code"] == 200 for line in lines.values())
     assert ledger.batches.get(batch.batch_id).status is BatchStatus.FINALIZING
+
+
+def _batch_calls(stats: Stats) -> int:
+    return stats.calls - stats.live_calls
 
 
 def _detail(ledger: Ledger) -> str:

@@ -125,11 +125,14 @@ def test_11_a_worker_outlasts_the_store_and_marks_nothing_done_meanwhile(
 ) -> None:
     ledger = Ledger.open(sqlite_url)
     batch = make_batch(ledger, bucket, [[chat_request(index, f"say {index}") for index in range(REQUESTS)]])
-    with fake_engine.running("--delay", "0.1") as fake:
+    with fake_engine.running() as fake:
+        # Most of the work is left when the store goes away, however late this test comes to that.
+        fake.control(hold_after=50)
         with in_thread(make_worker(ledger, bucket, quick(settings), attached(fake.url))) as ends:
             wait_until(lambda: marked(ledger, batch.batch_id)[0] > 0, "something is saved")
             {"killed": servers.kill_store, "frozen": servers.freeze_store}[outage]()
             answers = fake.stats().answered
+            fake.control(delay_seconds=0.1)
             wait_until(partial(has_answered, fake, min(REQUESTS, answers + 100)), "the engine goes on")
             # What was answered before the outage may have been on its way into a checkpoint when it began.
             saved, committed = marked(ledger, batch.batch_id)
@@ -146,11 +149,13 @@ def test_11_a_worker_outlasts_postgres_and_runs_nothing_twice(
 ) -> None:
     ledger = Ledger.open(servers.postgres.url)
     batch = make_batch(ledger, bucket, [[chat_request(index, f"say {index}") for index in range(REQUESTS)]])
-    with fake_engine.running("--delay", "0.1") as fake:
+    with fake_engine.running() as fake:
+        fake.control(hold_after=50)
         with in_thread(make_worker(ledger, bucket, quick(settings), attached(fake.url))) as ends:
             wait_until(lambda: marked(ledger, batch.batch_id)[0] > 0, "something is saved")
             servers.kill_ledger()
             answers = fake.stats().answered
+            fake.control(delay_seconds=0.1)
             wait_until(partial(has_answered, fake, min(REQUESTS, answers + 100)), "the engine goes on")
             servers.postgres.start()
         calls = fake.stats().calls
@@ -170,12 +175,16 @@ class Interposed:
         self._store = store
         self._method = method
         self._left = at_call
+        self._lock = threading.Lock()
         self._action = action
 
     def __getattr__(self, name: str) -> Any:
         if name == self._method:
-            self._left -= 1
-            if self._left == 0:
+            # A merge reads in several threads.
+            with self._lock:
+                self._left -= 1
+                is_the_one = self._left == 0
+            if is_the_one:
                 self._action()
         return getattr(self._store, name)
 
@@ -214,12 +223,15 @@ def test_11_a_merge_waits_for_a_store_that_hangs(
     batch, leases = answered.in_progress(ledger, bucket, CHUNKS)
     answered.commit_all(ledger, bucket, leases, CHUNKS)
 
+    waking = threading.Timer(2.0, servers.bring_back_store)
+
     def hang() -> None:
         servers.freeze_store()
-        waking = threading.Timer(2.0, servers.bring_back_store)
         waking.start()
 
     merge(batch.batch_id, ledger=ledger, store=interposed(bucket, *FIRST_FILE, hang), settings=settings, run_id="run")
+    # Else it might still start what a later test has taken away.
+    waking.join()
     assert verify(batch.batch_id, ledger=ledger, store=bucket).problems == []
     ledger.close()
 
