@@ -1,7 +1,8 @@
 """Ports on loopback: which are free, and free ones to take.
 
 Free ports are drawn from below the range that the kernel gives to outgoing connections (32768 and up on Linux), so that
-no connection takes one between its choice and its use, and low enough that port + 10000 lies there too.
+no connection takes one between its choice and its use, and low enough that port + 10000 lies there too. A port that was
+chosen, and is not listened on yet, is not chosen again by this process.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ LOOPBACK = "127.0.0.1"
 TWIN_OFFSET = 10_000
 """SeaweedFS serves gRPC at each of its ports + 10000, without a way to choose another."""
 _LOWEST, _HIGHEST, _TRIES = 15_000, 22_000, 1_000
+_reserved: set[int] = set()
 
 
 def is_free(port: int) -> bool:
@@ -30,8 +32,13 @@ def is_free(port: int) -> bool:
     return True
 
 
+def reserve(*ports: int) -> None:
+    """Let `free_ports` choose none of these, nor of these + 10000: somebody is to listen on them."""
+    _reserved.update(ports, (port + TWIN_OFFSET for port in ports))
+
+
 def free_ports(count: int) -> list[int]:
-    """Return `count` different ports which are free now, and so is each of them + 10000.
+    """Return `count` different ports which are free now, and so is each of them + 10000; they are reserved.
 
     Raises OperatorError where there are not so many.
     """
@@ -40,10 +47,11 @@ def free_ports(count: int) -> list[int]:
         if len(found) == count:
             break
         port = _LOWEST + secrets.randbelow(_HIGHEST - _LOWEST)
-        if is_free(port) and is_free(port + TWIN_OFFSET):
+        if port not in _reserved and is_free(port) and is_free(port + TWIN_OFFSET):
             found.add(port)
     if len(found) < count:
         raise OperatorError(f"no {count} free ports between {_LOWEST} and {_HIGHEST} on {LOOPBACK}")
+    reserve(*found)
     return sorted(found)
 
 

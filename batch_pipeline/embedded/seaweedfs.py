@@ -21,7 +21,7 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
 from batch_pipeline import settings as configuration
-from batch_pipeline.embedded.ports import LOOPBACK, free_ports
+from batch_pipeline.embedded.ports import LOOPBACK, free_ports, reserve
 from batch_pipeline.embedded.processes import Service
 from batch_pipeline.errors import OperatorError
 from batch_pipeline.store import keys
@@ -57,6 +57,7 @@ def s3_service(store: configuration.Store, data_dir: Path, run_dir: Path, log_di
             "store.access_key_id and store.secret_access_key must be set: without keys anyone may write"
         )
     data_dir.mkdir(parents=True, exist_ok=True)
+    reserve(port)
     return Service(
         name="seaweedfs",
         command=_command(store.bucket, port, data_dir.absolute(), run_dir.absolute()),

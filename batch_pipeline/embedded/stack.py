@@ -26,7 +26,7 @@ from batch_pipeline.embedded.dagster_services import (
     prepare_home,
     webserver_url,
 )
-from batch_pipeline.embedded.ports import LOOPBACK, TWIN_OFFSET, holder, is_free
+from batch_pipeline.embedded.ports import LOOPBACK, TWIN_OFFSET, holder, is_free, reserve
 from batch_pipeline.embedded.processes import Service, last_lines
 from batch_pipeline.embedded.seaweedfs import s3_service
 from batch_pipeline.errors import OperatorError, SettingsError
@@ -66,6 +66,8 @@ class Stack:
         self._data = Path(settings.embedded.data_dir)
         self._home = self._data / "dagster"
         self._run_dir = self._data / "run"
+        # The S3 server chooses some of its ports by itself, before the others are listened on.
+        reserve(settings.embedded.dagster_port, settings.embedded.code_server_port, settings.api.port)
         environment = {CONFIG_VARIABLE: str(config_file.resolve())} if config_file is not None else {}
         places = (self._run_dir, self._data / "logs")
         self._code, self._web, self._daemon = dagster_services(

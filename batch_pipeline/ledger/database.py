@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import sqlalchemy as sa
 from sqlalchemy import event
-from sqlalchemy.exc import ArgumentError, DBAPIError, InvalidatePoolError
+from sqlalchemy.exc import ArgumentError, DBAPIError, InvalidatePoolError, OperationalError
 from sqlalchemy.pool import ConnectionPoolEntry
 
 from batch_pipeline.errors import OperatorError
@@ -25,6 +25,10 @@ from batch_pipeline.ledger.upgrade import upgrade
 _BUSY_SECONDS = 30
 _IDLE_SECONDS = 5.0
 """A connection that was idle for longer is tried before it is used."""
+_FROZEN_SECONDS = 30.0
+"""A transaction in which nothing was asked for so long is rolled back by the server (Postgres)."""
+_IDLE_IN_TRANSACTION = "25P03"
+"""SQLSTATE of what the server says of such a transaction."""
 _BEGAN_AT = "ledger_began_at"
 """Where a connection to Postgres keeps the server's time at the begin of its transaction."""
 _BEGIN = "BEGIN; SELECT extract(epoch FROM clock_timestamp())::float8"
@@ -147,6 +151,7 @@ def _engine_of(parsed: sa.URL) -> sa.Engine:
         engine = sa.create_engine(parsed, pool_size=8, max_overflow=16)
         event.listen(engine, "connect", _configure_postgres)
         event.listen(engine, "begin", _begin_postgres)
+        event.listen(engine, "handle_error", _as_outage, retval=True)
         event.listen(engine, "checkin", _note_idle)
         event.listen(engine, "checkout", partial(_check_idle, engine.dialect))
         return engine
@@ -174,6 +179,18 @@ def _check_idle(dialect: sa.Dialect, connection: Any, entry: ConnectionPoolEntry
 def _configure_postgres(connection: Any, _entry: ConnectionPoolEntry) -> None:
     # The driver would send a BEGIN of its own before the first statement: `_begin_postgres` does it instead.
     connection.autocommit = True
+    # Ours take milliseconds. One whose process is frozen, or whose machine has gone, would keep its locks for ever.
+    connection.execute(f"SET idle_in_transaction_session_timeout = {round(_FROZEN_SECONDS * 1000)}")
+
+
+def _as_outage(context: sa.ExceptionContext) -> BaseException | None:
+    """Let a process that was frozen for too long see an outage, as any other that has lost its connection: the driver
+    calls this one an internal error.
+    """
+    error = context.original_exception
+    if getattr(error, "sqlstate", None) != _IDLE_IN_TRANSACTION:
+        return None
+    return OperationalError(context.statement, None, error, connection_invalidated=True)
 
 
 def _begin_postgres(connection: sa.Connection) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
+from sqlalchemy.exc import OperationalError
 
 from batch_pipeline.errors import LeaseLost, NotAllowedInState
 from batch_pipeline.ledger import Ledger, database, schema
@@ -161,6 +162,28 @@ def test_a_lease_goes_on_to_the_next_batch_where_others_hold_the_first_one(postg
     assert [lease.ref.batch_id for lease in leases] == [second, second]
     assert_consistent(ledger, second)
     engine.dispose()
+    ledger.close()
+
+
+def test_a_process_that_freezes_inside_a_transaction_keeps_its_locks_from_nobody_for_long(
+    postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = Ledger.open(postgres_url)
+    submitted(ledger, "a", [MODEL] * 3)
+    monkeypatch.setattr(database, "_FROZEN_SECONDS", 0.5)
+    frozen = Ledger.open(postgres_url)
+
+    def freeze() -> None:
+        with frozen._database.write() as tx:
+            tx.connection.execute(schema.service.update().values(tokens=1e9))
+            # Waits for the row that is locked here.
+            assert len(ledger.chunks.lease("w", MODEL, 2)) == 2
+
+    with pytest.raises(OperationalError, match="idle-in-transaction timeout"):
+        freeze()
+    with ledger._database.read() as tx:
+        assert tx.connection.execute(sa.select(schema.service.c.tokens)).scalar_one() < 1e9
+    frozen.close()
     ledger.close()
 
 

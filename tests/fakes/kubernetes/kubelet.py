@@ -48,7 +48,6 @@ class Kubelet:
         self._unreachable_seconds = unreachable_seconds
         self._lives: dict[str, PodLife] = {}
         """By the pod's uid."""
-        self._ports: set[int] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         objects.listeners.append(self._heard)
 
@@ -141,18 +140,9 @@ class Kubelet:
             pod["spec"]["nodeName"] = fitting[0].name
             uid = pod["metadata"]["uid"]
             volumes = Volumes(pod, self._objects, self._claims, self._folder / uid)
-            life = PodLife(pod, self._objects, self.images, volumes, port=self._new_port(), folder=self._folder)
+            life = PodLife(pod, self._objects, self.images, volumes, port=free_ports(1)[0], folder=self._folder)
             self._lives[uid] = life
             life.begin()
-
-    def _new_port(self) -> int:
-        """Return a port for a pod. Its program comes to it later, and again after a crash: until then no other pod may
-        take it, nor an outgoing connection, as it may one that the kernel has chosen.
-        """
-        while (port := free_ports(1)[0]) in self._ports:
-            continue
-        self._ports.add(port)
-        return port
 
     def _fits(self, pod: Object, node: Node) -> bool:
         selector = pod["spec"].get("nodeSelector") or {}
