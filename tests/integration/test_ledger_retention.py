@@ -114,12 +114,12 @@ def test_tables_of_the_first_version_are_brought_up_to_date(ledger_url: str, clo
     added = {
         "batches": of_batches,
         "customers": ("max_requests", "max_open_batches", "max_enqueued_tokens"),
-        "chunks": ("charged",),
+        "chunks": ("charged", "prefix_group"),
         "service": ("floor",),
-        "lanes": ("customer", "deadline_at"),
+        "lanes": ("customer", "deadline_at", "prefix_groups"),
     }
     with ledger._database.write() as tx:
-        for index in (*indexes, "lanes_waiting_in_turn"):
+        for index in (*indexes, "lanes_waiting_in_turn", "chunks_leased_of_group"):
             tx.connection.execute(sa.text(f"DROP INDEX {index}"))
         for table, columns in added.items():
             for column in columns:
