@@ -47,7 +47,8 @@ def free_ports(count: int) -> list[int]:
         if len(found) == count:
             break
         port = _LOWEST + secrets.randbelow(_HIGHEST - _LOWEST)
-        if port not in _reserved and is_free(port) and is_free(port + TWIN_OFFSET):
+        both = {port, port + TWIN_OFFSET}
+        if not both & _reserved and all(map(is_free, both)):
             found.add(port)
     if len(found) < count:
         raise OperatorError(f"no {count} free ports between {_LOWEST} and {_HIGHEST} on {LOOPBACK}")

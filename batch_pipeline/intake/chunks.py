@@ -58,7 +58,7 @@ def write_chunks(
 
 
 def recorded(batch: Batch, ledger: Ledger, store: ObjectStore) -> IntakeResult:
-    """Return the intake that the ledger, or after the end the manifest, has of a batch.
+    """Return the intake that the ledger, or after the end the manifest, has of a batch: that without prefix groups.
 
     Raises NotAllowedInState where its files were removed.
     """

@@ -372,6 +372,12 @@ def _prompt_tokens(new: Sequence[records.NewChunk]) -> Counter[str]:
     return tokens
 
 
+def _prefix_groups(new: Sequence[records.NewChunk]) -> int:
+    """Return how many groups of a model's chunks share long prefixes; 0 where all are one, and any order is as good."""
+    groups = {chunk.prefix_group for chunk in new}
+    return len(groups - {None}) if len(groups) > 1 else 0
+
+
 def _insert_chunks(tx: Transaction, batch: Any, new: list[records.NewChunk], state: ChunkState) -> None:
     if not new:
         return
@@ -396,7 +402,7 @@ def _insert_chunks(tx: Transaction, batch: Any, new: list[records.NewChunk], sta
                 tokens=tokens,
                 customer=batch.customer,
                 deadline_at=batch.deadline_at,
-                prefix_groups=len({chunk.prefix_group for chunk in of_model if chunk.prefix_group is not None}),
+                prefix_groups=_prefix_groups(of_model),
             )
         )
     for model, floor in floors.items():

@@ -8,10 +8,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import sqlalchemy as sa
 from sqlalchemy import event
@@ -27,11 +27,12 @@ _IDLE_SECONDS = 5.0
 """A connection that was idle for longer is tried before it is used."""
 _FROZEN_SECONDS = 30.0
 """A transaction in which nothing was asked for so long is rolled back by the server (Postgres)."""
-_IDLE_IN_TRANSACTION = "25P03"
-"""SQLSTATE of what the server says of such a transaction."""
+_TIMED_OUT = {"25P03", "25P04"}
+"""SQLSTATEs of what the server says of such a transaction, and of one that took longer than an operator lets it."""
 _BEGAN_AT = "ledger_began_at"
 """Where a connection to Postgres keeps the server's time at the begin of its transaction."""
 _BEGIN = "BEGIN; SELECT extract(epoch FROM clock_timestamp())::float8"
+_Inside = TypeVar("_Inside")
 _SET_UP_LOCK = 7_240_001
 """Advisory lock under which one process at a time creates tables on Postgres."""
 
@@ -107,7 +108,7 @@ class Database:
     @contextmanager
     def write(self) -> Iterator[Transaction]:
         """A transaction that may write. On SQLite it has the write lock from its first moment."""
-        with self._writing, self.engine.begin() as connection:
+        with self._writing, _interrupts_first(self.engine.begin()) as connection:
             yield Transaction(connection, self._clock.now(connection))
 
     @contextmanager
@@ -119,12 +120,34 @@ class Database:
     @contextmanager
     def look(self) -> Iterator[sa.Connection]:
         """Like `read`, for what does not ask for the time: one statement less."""
-        with self.engine.connect().execution_options(read_only=True) as connection, connection.begin():
+        with (
+            self.engine.connect().execution_options(read_only=True) as connection,
+            _interrupts_first(connection.begin()),
+        ):
             yield connection
 
     def close(self) -> None:
         """Close all connections."""
         self.engine.dispose()
+
+
+@contextmanager
+def _interrupts_first(transaction: AbstractContextManager[_Inside]) -> Iterator[_Inside]:
+    """A transaction out of which an interrupt comes as what it is, also where the rollback fails: its connection may be
+    lost, and of a process that is told to end nobody wants to know that.
+    """
+    told: BaseException | None = None
+    try:
+        with transaction as inside:
+            try:
+                yield inside
+            except BaseException as error:
+                told = error
+                raise
+    except Exception as error:
+        if told is None or isinstance(told, Exception):
+            raise
+        raise told from error
 
 
 def _make_engine(url: str) -> sa.Engine:
@@ -181,16 +204,22 @@ def _configure_postgres(connection: Any, _entry: ConnectionPoolEntry) -> None:
     connection.autocommit = True
     # Ours take milliseconds. One whose process is frozen, or whose machine has gone, would keep its locks for ever.
     connection.execute(f"SET idle_in_transaction_session_timeout = {round(_FROZEN_SECONDS * 1000)}")
+    # For disks without a head to move. By its default of 4 a lease by prefixes reads all of `chunks` where a batch is
+    # most of it, instead of what is pending.
+    connection.execute("SET random_page_cost = 1.1")
 
 
 def _as_outage(context: sa.ExceptionContext) -> BaseException | None:
     """Let a process that was frozen for too long see an outage, as any other that has lost its connection: the driver
     calls this one an internal error.
     """
-    error = context.original_exception
-    if getattr(error, "sqlstate", None) != _IDLE_IN_TRANSACTION:
+    return _outage_of(context.original_exception, context.statement)
+
+
+def _outage_of(error: BaseException, statement: str | None) -> OperationalError | None:
+    if getattr(error, "sqlstate", None) not in _TIMED_OUT:
         return None
-    return OperationalError(context.statement, None, error, connection_invalidated=True)
+    return OperationalError(statement, None, error, connection_invalidated=True)
 
 
 def _begin_postgres(connection: sa.Connection) -> None:
@@ -209,6 +238,8 @@ def _begin_postgres(connection: sa.Connection) -> None:
         is_gone = dialect.is_disconnect(error, raw, None)
         if is_gone:
             connection.invalidate(error)
+        if (outage := _outage_of(error, _BEGIN)) is not None:
+            raise outage from error
         of_driver = dialect.loaded_dbapi.Error
         raise DBAPIError.instance(
             _BEGIN, None, error, of_driver, connection_invalidated=is_gone, dialect=dialect

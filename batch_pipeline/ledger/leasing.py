@@ -31,28 +31,30 @@ _FREE = (
 )
 _HELD = chunks.alias("held")
 _IS_MINE = _HELD.c.worker_id == sa.bindparam("by_worker")
-
-
-def _groups_held(who: sa.ColumnElement[bool]) -> sa.Select[Any]:
-    """Return the groups of the batch of which somebody holds chunks now."""
-    return sa.select(_HELD.c.prefix_group).where(
+_GROUPS = (
+    sa.select(
+        _HELD.c.prefix_group,
+        sa.func.count(_HELD.c.worker_id.distinct()).label("workers"),
+        sa.func.max(sa.case((_IS_MINE, 1), else_=0)).label("mine"),
+    )
+    .where(
         _HELD.c.batch_id == sa.bindparam("of_batch"),
         _HELD.c.model == sa.bindparam("of_model"),
         _HELD.c.state == sa.literal_column("'leased'"),
         _HELD.c.prefix_group.is_not(None),
-        who,
     )
-
-
+    .group_by(_HELD.c.prefix_group)
+    .subquery("groups_held")
+)
 # A worker goes on with the long prefixes that its engine has in its cache. Who has none begins one that nobody has; and
-# where all are under way, others help: nobody is idle for the sake of a cache.
-_FREE_BY_GROUP = _FREE.order_by(None).order_by(
-    sa.case(
-        (chunks.c.prefix_group.in_(_groups_held(_IS_MINE)), 0),
-        (chunks.c.prefix_group.in_(_groups_held(~_IS_MINE)), 2),
-        else_=1,
-    ),
-    chunks.c.chunk,
+# where all are under way, it helps those with the fewest: nobody is idle for the sake of a cache.
+_FREE_BY_GROUP = (
+    sa.select(chunks.c.chunk)
+    .select_from(chunks.outerjoin(_GROUPS, _GROUPS.c.prefix_group == chunks.c.prefix_group))
+    .where(chunks.c.batch_id == sa.bindparam("of_batch"), chunks.c.model == sa.bindparam("of_model"), is_pending)
+    .order_by(sa.case((_GROUPS.c.mine == 1, -1), else_=sa.func.coalesce(_GROUPS.c.workers, 0)), chunks.c.chunk)
+    .limit(sa.bindparam("most"))
+    .with_for_update(skip_locked=True, of=chunks)
 )
 
 

@@ -207,7 +207,7 @@ lanes = sa.Table(
     sa.Column("tokens", sa.BigInteger, comment="Estimate of all its requests, prompt and answer"),
     sa.Column("customer", sa.String(64), nullable=False, server_default="", comment="Its batch's, as the next"),
     sa.Column("deadline_at", sa.Double, nullable=False, server_default="0"),
-    sa.Column("prefix_groups", sa.Integer, nullable=False, server_default="0", comment="Of its chunks"),
+    sa.Column("prefix_groups", sa.Integer, nullable=False, server_default="0", comment="Of its chunks; 0 for one"),
 )
 is_waiting = lanes.c.pending > sa.literal_column("0")
 """Lanes with chunks that wait for a lease: only of batches in progress without an outcome."""

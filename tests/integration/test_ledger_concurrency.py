@@ -187,6 +187,26 @@ def test_a_process_that_freezes_inside_a_transaction_keeps_its_locks_from_nobody
     ledger.close()
 
 
+def test_an_interrupt_comes_out_of_a_transaction_whose_connection_was_lost(
+    postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a run that was frozen in one and is told to end when it wakes up: that is no failure."""
+    ledger = Ledger.open(postgres_url)
+    monkeypatch.setattr(database, "_FROZEN_SECONDS", 0.5)
+    frozen = Ledger.open(postgres_url)
+
+    def interrupted(inside: str) -> None:
+        with getattr(frozen._database, inside)():
+            wait_until(lambda: not _transactions_of_others(ledger), "the server gives the transaction up")
+            raise KeyboardInterrupt
+
+    for inside in ("write", "read", "look"):
+        with pytest.raises(KeyboardInterrupt):
+            interrupted(inside)
+    frozen.close()
+    ledger.close()
+
+
 def test_connections_that_died_while_idle_are_replaced_without_an_error(
     postgres_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

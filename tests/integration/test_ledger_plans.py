@@ -145,6 +145,26 @@ def test_no_statement_of_the_daily_work_scans_finished_work(ledger: Ledger) -> N
     assert scans == []
 
 
+def test_a_lease_by_prefixes_reads_what_is_pending_though_its_batch_is_most_of_the_table(ledger_url: str) -> None:
+    chunks = 20_000
+    ledger = Ledger.open(ledger_url, clock=SteppedClock())
+    grouped(ledger, "prefixes", [chunk - chunk % 20 for chunk in range(chunks)])
+    with ledger._database.write() as tx:
+        done = schema.chunks.c.chunk < chunks - chunks // 10
+        tx.connection.execute(schema.chunks.update().where(done).values(state="committed"))
+    raw: Any = ledger._database.engine.raw_connection()  # outside of a transaction
+    raw.driver_connection.execute("ANALYZE" if ledger._database.is_sqlite else "VACUUM ANALYZE chunks")
+    raw.close()
+    scans = [
+        scan
+        for statement, parameters in _statements(ledger, lambda: ledger.chunks.lease("w", MODEL, 1))
+        for scan in _scans(ledger, statement, parameters)
+        if "chunks" in scan
+    ]
+    assert scans == []
+    ledger.close()
+
+
 def _statements(ledger: Ledger, do: Callable[[], object]) -> list[tuple[str, Any]]:
     """The statements that `do` sends, but for those that only add rows."""
     with sent_by(ledger) as all_sent:

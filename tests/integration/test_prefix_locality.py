@@ -72,6 +72,19 @@ def test_where_all_prefixes_are_under_way_others_help(ledger: Ledger) -> None:
     assert first == [0, 1, 2]
 
 
+def test_helpers_are_spread_over_the_prefixes_that_are_under_way(ledger: Ledger) -> None:
+    grouped(ledger, "documents", [0] * 4 + [4] * 4)
+    first = [ledger.chunks.lease(worker, MODEL, 1)[0].ref.chunk for worker in ("w1", "w2", "w3", "w4")]
+    assert first == [0, 4, 1, 5]
+
+
+def test_with_twice_as_many_workers_as_prefixes_each_worker_has_one(ledger: Ledger) -> None:
+    groups = [chunk - chunk % 8 for chunk in range(64)]
+    grouped(ledger, "documents", groups)
+    leased = run_all(ledger, [f"w{number}" for number in range(16)])
+    assert computed(leased, groups) == 16
+
+
 def test_chunks_without_a_long_prefix_have_their_turn_with_the_prefixes_that_nobody_has(ledger: Ledger) -> None:
     grouped(ledger, "mixed", [0, 0, None, 3, 3, None])
     order = ["w1", "w2", "w1", "w2", "w2", "w2"]

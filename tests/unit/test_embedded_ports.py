@@ -28,3 +28,8 @@ def test_what_others_are_to_listen_on_is_not_chosen_nor_what_is_ten_thousand_abo
     assert ports.free_ports(1) == [21_000]
     with pytest.raises(OperatorError):
         ports.free_ports(1)
+
+
+def test_a_port_is_not_chosen_where_somebody_is_to_listen_ten_thousand_above() -> None:
+    ports.reserve(31_000, 31_002)
+    assert ports.free_ports(1) == [21_001]
