@@ -31,6 +31,7 @@ from batch_pipeline.store import ObjectStore
 from batch_pipeline.wire import chunk_files
 from batch_pipeline.worker import Worker, WorkerReport
 from tests.fakes import engine as fake_engine
+from tests.fakes.databases import open_transactions
 from tests.fakes.memory import peak_bytes
 from tests.fakes.waiting import wait_until
 
@@ -160,13 +161,7 @@ def _nobody_writes(ledger_url: str) -> bool:
         finally:
             connection.close()
         return True
-    engine = sa.create_engine(url, isolation_level="AUTOCOMMIT", poolclass=sa.NullPool)
-    open_ones = sa.text(
-        "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid() "
-        "AND backend_type = 'client backend' AND xact_start IS NOT NULL"
-    )
-    with engine.connect() as one:
-        return bool(one.execute(open_ones).scalar_one() == 0)
+    return open_transactions(url) == 0
 
 
 def main() -> None:

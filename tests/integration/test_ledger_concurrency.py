@@ -21,6 +21,7 @@ from sqlalchemy.exc import OperationalError
 from batch_pipeline.errors import LeaseLost, NotAllowedInState
 from batch_pipeline.ledger import Ledger, database, schema
 from batch_pipeline.ledger.records import BatchStatus, ChunkState, Lease, LeaseRef
+from tests.fakes.databases import open_transactions
 from tests.fakes.ledger_checks import assert_consistent
 from tests.fakes.ledger_values import CHUNK_TOKENS, MODEL, finish, part_of, result_of, submitted
 from tests.fakes.waiting import wait_until
@@ -165,13 +166,20 @@ def test_a_lease_goes_on_to_the_next_batch_where_others_hold_the_first_one(postg
     ledger.close()
 
 
+@pytest.fixture
+def frozen(postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ledger]:
+    """Whose transactions the server gives up after half a second in which nothing was asked for."""
+    monkeypatch.setattr(database, "_FROZEN_SECONDS", 0.5)
+    opened = Ledger.open(postgres_url)
+    yield opened
+    opened.close()
+
+
 def test_a_process_that_freezes_inside_a_transaction_keeps_its_locks_from_nobody_for_long(
-    postgres_url: str, monkeypatch: pytest.MonkeyPatch
+    postgres_url: str, frozen: Ledger
 ) -> None:
     ledger = Ledger.open(postgres_url)
     submitted(ledger, "a", [MODEL] * 3)
-    monkeypatch.setattr(database, "_FROZEN_SECONDS", 0.5)
-    frozen = Ledger.open(postgres_url)
 
     def freeze() -> None:
         with frozen._database.write() as tx:
@@ -183,17 +191,12 @@ def test_a_process_that_freezes_inside_a_transaction_keeps_its_locks_from_nobody
         freeze()
     with ledger._database.read() as tx:
         assert tx.connection.execute(sa.select(schema.service.c.tokens)).scalar_one() < 1e9
-    frozen.close()
     ledger.close()
 
 
-def test_an_interrupt_comes_out_of_a_transaction_whose_connection_was_lost(
-    postgres_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_comes_out_of_a_transaction_whose_connection_was_lost(postgres_url: str, frozen: Ledger) -> None:
     """As of a run that was frozen in one and is told to end when it wakes up: that is no failure."""
     ledger = Ledger.open(postgres_url)
-    monkeypatch.setattr(database, "_FROZEN_SECONDS", 0.5)
-    frozen = Ledger.open(postgres_url)
 
     def interrupted(inside: str) -> None:
         with getattr(frozen._database, inside)():
@@ -203,7 +206,6 @@ def test_an_interrupt_comes_out_of_a_transaction_whose_connection_was_lost(
     for inside in ("write", "read", "look"):
         with pytest.raises(KeyboardInterrupt):
             interrupted(inside)
-    frozen.close()
     ledger.close()
 
 
@@ -310,9 +312,4 @@ def test_a_process_killed_inside_a_transaction_has_changed_nothing_and_blocks_no
 
 def _transactions_of_others(ledger: Ledger) -> int:
     """How many connections of other programs are inside a transaction. SQLite's end with their process."""
-    if ledger._database.is_sqlite:
-        return 0
-    others = "datname = current_database() AND pid <> pg_backend_pid() AND state LIKE 'idle in transaction%%'"
-    with ledger._database.look() as connection:
-        found = connection.exec_driver_sql(f"SELECT count(*) FROM pg_stat_activity WHERE {others}")
-        return int(found.scalar_one())
+    return 0 if ledger._database.is_sqlite else open_transactions(ledger._database.engine.url)

@@ -204,14 +204,12 @@ PROMPT_TOKENS = 2 + 4
 
 def of_the_fake_engine(name: str, weight: float, *batches: tuple[float, int, float]) -> Customers:
     """A customer whose requests cost on paper what they cost in the fake engine; batches as in `customer`."""
-    return Customers(
-        name=name,
+    return msgspec.structs.replace(
+        customer(name, 1.0, *batches),
         weight=weight,
         models={FAKE_MODEL: 1.0},
         prompt_tokens=Spread(median=float(PROMPT_TOKENS)),
         max_tokens=ANSWER_TOKENS,
-        output_share=Spread(median=1.0),
-        batches=[ListedBatch(at_hours=at / 3600, requests=count, window_hours=window) for at, count, window in batches],
     )
 
 
